@@ -167,7 +167,10 @@ class FieldsConfig:
 
     @property
     def effective_pad_id(self) -> int:
-        """The padding id in use: -1 without padding, or if it equals eod_id and that is not allowed."""
+        """The padding id in use: -1 without padding, or if it equals eod_id and that is not allowed.
+
+        No token is -1, so it may also fill what a sample lacks at the end of the data.
+        """
         if self.pad_id is None:
             return -1
         if self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens:
@@ -434,7 +437,7 @@ class DataConfig(FieldsConfig):
             check_follow(self.order, self.blend_schedule is not None)
 
     def _check_joins(self) -> None:
-        if self.sample_joins != "keep" and ORDERS[self.order].phases != "continue":
+        if self.sample_joins != "keep" and ORDERS[self.order].datasets_at_phase != "continue":
             raise ConfigError(
                 'sample_joins has an effect only in phases, which need order="stream"; set it, or leave '
                 "sample_joins out"

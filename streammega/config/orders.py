@@ -23,7 +23,7 @@ class OrderFeatures(NamedTuple):
     """
     has_lanes: bool
     """Whether shuffle_lanes of the config, or of a state, are part of the order."""
-    phases: Literal["continue", "restart"] | None
+    datasets_at_phase: Literal["continue", "restart"] | None
     """What a phase does with the datasets of the one before. `continue`: they go on where they were,
     so blend_schedule, follow and sample_joins work too. `restart`: each phase is a run of its own, as
     with Megatron's phase transitions. None: phases are refused.
@@ -45,7 +45,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=True,
         has_indices=True,
         has_lanes=False,
-        phases="restart",
+        datasets_at_phase="restart",
         has_contiguous_ranks=True,
         omits_plain_fields=False,
     ),
@@ -55,7 +55,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=False,
         has_indices=False,
         has_lanes=True,
-        phases="continue",
+        datasets_at_phase="continue",
         has_contiguous_ranks=False,
         omits_plain_fields=True,
     ),
@@ -65,7 +65,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=False,
         has_indices=True,
         has_lanes=False,
-        phases=None,
+        datasets_at_phase=None,
         has_contiguous_ranks=False,
         omits_plain_fields=False,
     ),

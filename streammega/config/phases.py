@@ -68,7 +68,7 @@ def excluded_names(excluded: Any, first_sample: int) -> list[ExcludedList]:
 
 
 def check_ranges(excluded: Any) -> None:
-    """Raise ConfigError for exclude_samples that are not ranges."""
+    """Raise ConfigError for exclude_samples that are not ranges [start, stop)."""
     try:
         ranges = [(start, stop, 0 <= start < stop) for start, stop in excluded]
     except (TypeError, ValueError):
@@ -200,9 +200,9 @@ def check_phases(
     schedule: Sequence[tuple[int, Sequence[float]]] | None,
 ) -> None:
     """Raise ConfigError for phases that do not follow each other, or do not go with the order and
-    the blend_schedule.
+    the blend_schedule. phases: at least one.
     """
-    if ORDERS[order].phases is None:
+    if ORDERS[order].datasets_at_phase is None:
         raise ConfigError(
             'phases belong to the stream order, and to that of Megatron: set order="stream"'
         )
@@ -218,7 +218,7 @@ def check_phases(
                 f"phase {number} begins at sample {phase.first_sample}, and the one before it "
                 f"at {first_before}; phases stand in the order of their first samples"
             )
-        if ORDERS[order].phases == "restart":
+        if ORDERS[order].datasets_at_phase == "restart":
             _check_megatron_phase(number, phase)
         first_before = max(first_before, phase.first_sample)
     _check_segments_before(phases[0].first_sample, schedule)
@@ -289,7 +289,7 @@ class FollowConfig:
 
 def check_follow(order: Order, has_schedule: bool) -> None:
     """Raise ConfigError for settings with which `follow` cannot be used."""
-    if ORDERS[order].phases != "continue":
+    if ORDERS[order].datasets_at_phase != "continue":
         raise ConfigError('follow belongs to the stream order: set order="stream"')
     if has_schedule:
         raise ConfigError(

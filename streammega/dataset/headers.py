@@ -73,9 +73,13 @@ checked.
 MAX_KEPT_BYTES = 64 << 20
 """Small `.idx` stay in memory until their offsets are read, if all of them take no more than this."""
 END_BYTES = 1 << 10
-"""Bytes of tokens that are read at each end of a shard."""
+"""Bytes of tokens that are hashed at each end of a shard. Another value changes the identity of every
+dataset, which states of runs hold: never change it.
+"""
 MAX_WHOLE_TOKEN_BYTES = 16 << 10
-"""Tokens of so many bytes are read whole: one request takes less time than two."""
+"""Tokens of so many bytes are read whole: one request takes less time than two. It is no less than
+END_BYTES, and changes no identity.
+"""
 UNUSED_DAYS = 60
 """Kept headers that were not used for so long are removed, such as those of a blend that changed."""
 FIELDS = 4
@@ -220,8 +224,10 @@ def _header_of(row: Sequence[int], shard: Shard, path: Path) -> IndexHeader:
 def _read_rows(
     shards: Sequence[Shard], at_ends: Sequence[Shard], storage: StorageConfig
 ) -> Integers:
-    """The rows of shards, int64 [shards, FIELDS + 1]. Small `.idx` stay in memory for their offsets,
-    unless they are too many.
+    """The rows of shards, int64 [shards, FIELDS + 1].
+
+    Sets `ends` of shards at ends, and `index_body` of shards with a small `.idx`, unless these are
+    too many. The source of samples frees it when the bounds of the split are known.
     """
     sizes = [shard.index_info.size for shard in shards]
     keep = sum(min(size, MAX_WHOLE_INDEX_BYTES) for size in sizes) <= MAX_KEPT_BYTES
@@ -388,6 +394,7 @@ def read_ends(shards: Sequence[Shard]) -> None:
 
 
 def _read_ends_of_store(shards: Sequence[Shard]) -> None:
+    """Set `ends` of shards whose tokens are all in one store."""
     store, _ = shards[0].tokens()
     infos = [info for _, info in (shard.tokens() for shard in shards)]
     parts: list[Part] = [(info, *span) for info in infos for span in _end_spans(info)]
@@ -407,7 +414,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
 
 
 def _end_spans(info: ObjectInfo) -> list[Span]:
-    """What is read of the tokens of a shard."""
+    """The bytes that are read of the tokens of a shard."""
     size = info.size
     if size <= MAX_WHOLE_TOKEN_BYTES:
         return [(0, size)] if size else []

@@ -303,7 +303,10 @@ class Shard:
         return header
 
     def _read_end(self, header: IndexHeader, bodies: dict[Span, Buffer]) -> int:
-        """One past the last byte of the last sequence. bodies: what was read of the `.idx`."""
+        """The byte of the tokens at which the last sequence ends.
+
+        bodies: spans of the `.idx` that were read ahead, as `likely_ends` guesses them.
+        """
         last = header.sequence_count - 1
         if last < 0:
             return 0

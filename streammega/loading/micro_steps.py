@@ -160,7 +160,7 @@ class MicroSteps:
 
     def _size_change_hint(self) -> str:
         """How a config sets another batch size from a sample on, as the end of a message."""
-        if ORDERS[self.config.order].phases != "continue" or self.split != "train":
+        if ORDERS[self.config.order].datasets_at_phase != "continue" or self.split != "train":
             return ""
         return (
             "; for batches of another size from a checkpoint on, keep the former global_batch_size "

@@ -52,8 +52,10 @@ class AppendedSegment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """All that was appended up to a sample at which the run checked for versions.
+class LogEntry:
+    """All that was appended up to `sample`, at which the run checked for versions.
+
+    So the newest entry alone is enough.
 
     unreadable: versions that could not be read then, and why, for people.
     """
@@ -63,8 +65,8 @@ class Check:
     unreadable: list[str]
 
 
-NOTHING = Check(sample=0, segments=[], unreadable=[])
-"""The check of a run that has not checked yet."""
+NOTHING = LogEntry(sample=0, segments=[], unreadable=[])
+"""The entry of a run that has not checked yet."""
 
 
 class AppendLog:
@@ -79,8 +81,8 @@ class AppendLog:
         self.url = url
         self._storage = storage
 
-    def newest(self) -> Check:
-        """The last check. Cost: one listing, and one file."""
+    def newest(self) -> LogEntry:
+        """The last entry. Cost: one listing, and one file."""
         store, key = open_store(self.url, self._storage)
         samples = [0]
         for info in store.list(f"{key}/", recursive=False):
@@ -88,27 +90,27 @@ class AppendLog:
             if suffix == "json" and len(name) == _DIGITS and name.isdecimal():
                 samples.append(int(name))
         newest = max(samples)
-        check = self.at(newest)
-        if check is None and newest:
+        entry = self.at(newest)
+        if entry is None and newest:
             raise self._damaged(newest, "it was listed, and is not there")
-        return check or NOTHING
+        return entry or NOTHING
 
-    def at(self, sample: int) -> Check | None:
-        """The check at a sample; None: no rank has checked there."""
+    def at(self, sample: int) -> LogEntry | None:
+        """The entry of a sample; None: no rank has checked there."""
         raw = read_if_exists(self._url_of(sample), self._storage)
         if raw is None:
             return None
         stored = self._parse(raw, sample)
         stored.pop("run", None)
         try:
-            check = dacite.from_dict(Check, stored, dacite.Config(strict=True))
+            entry = dacite.from_dict(LogEntry, stored, dacite.Config(strict=True))
         except dacite.DaciteError as error:
             raise self._damaged(sample, str(error)) from None
-        firsts = [segment.first_sample for segment in check.segments]
+        firsts = [segment.first_sample for segment in entry.segments]
         in_order = firsts == sorted(set(firsts)) and all(0 < first <= sample for first in firsts)
-        if check.sample != sample or not in_order:
+        if entry.sample != sample or not in_order:
             raise self._damaged(sample, "its samples are not in order")
-        return check
+        return entry
 
     def begin(self, run: Mapping[str, Any]) -> None:
         """Mark the log as that of a run, which `run` identifies.
@@ -125,17 +127,17 @@ class AppendLog:
                 f"{self.url}: is the log of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.log_url"
             )
-        # the second write must be refused: else two ranks could each write a check
+        # the second write must be refused: else two ranks could each write an entry
         if self._create(0, raw or first):
             raise _no_conditions(self.url, "what is there is written over")
 
-    def write(self, check: Check) -> Check:
-        """Write a check, unless there is one; returns the one that is there."""
-        self._create(check.sample, self._to_json(check))
-        written = self.at(check.sample)
+    def write(self, entry: LogEntry) -> LogEntry:
+        """Write an entry, unless its sample has one; returns the one that is there."""
+        self._create(entry.sample, self._to_json(entry))
+        written = self.at(entry.sample)
         if written is None:
             raise StateError(
-                f"{self._url_of(check.sample)}: was written and is gone, so ranks could take in different "
+                f"{self._url_of(entry.sample)}: was written and is gone, so ranks could take in different "
                 "versions; let nothing remove files of this folder, and resume the run"
             )
         return written
@@ -150,8 +152,8 @@ class AppendLog:
     def _url_of(self, sample: int) -> str:
         return join_url(self.url, f"{sample:0{_DIGITS}d}.json")
 
-    def _to_json(self, check: Check, **more: Any) -> bytes:
-        stored = {"format": FORMAT, "version": VERSION, **more, **asdict(check)}
+    def _to_json(self, entry: LogEntry, **more: Any) -> bytes:
+        stored = {"format": FORMAT, "version": VERSION, **more, **asdict(entry)}
         text = json.dumps(stored, indent=1) + "\n"
         return text.encode()
 

@@ -20,7 +20,7 @@ from streammega.dataset.versions import VersionName, newest_version
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
 from streammega.order.schedule import TrainingSchedule, check_in_samples
-from streammega.samples.append_log import AppendedSegment, AppendLog, Check
+from streammega.samples.append_log import AppendedSegment, AppendLog, LogEntry
 from streammega.samples.excluded import with_names_read
 from streammega.samples.segments import dataset_names, datasets_of_segments, split_blend
 from streammega.samples.source import SampleSource, SegmentSource
@@ -49,17 +49,19 @@ def recorded(config: DataConfig, split: str = "train") -> DataConfig:
     return replace(with_appended(config, log_of(config).newest()), follow=None)
 
 
-def with_appended(config: DataConfig, check: Check) -> DataConfig:
-    """The config with the phases of what was appended.
+def with_appended(config: DataConfig, entry: LogEntry) -> DataConfig:
+    """The config with the phases of what was appended up to the sample of an entry.
+
+    A phase that sets no blend keeps the appended versions; one that sets a blend replaces them.
 
     Raises ConfigError if a phase of the config begins at the same sample, or the config no longer
     has the blend that the versions were appended to.
     """
     check_in_samples(config.phases)
-    if not check.segments:
+    if not entry.segments:
         return config
     segment_at = _segments(config)
-    appended_at = {segment.first_sample: segment for segment in check.segments}
+    appended_at = {segment.first_sample: segment for segment in entry.segments}
     for phase in config.phases:
         if phase.first_sample in appended_at:
             raise ConfigError(
@@ -209,8 +211,8 @@ class AutoAppendSource(SampleSource):
         # change samples that were read
         self._base_config = with_names_read(config, split)
         self._split = split
-        self._last_check = log_of(self._base_config).newest()
-        config_of_run = with_appended(self._base_config, self._last_check)
+        self._last_entry = log_of(self._base_config).newest()
+        config_of_run = with_appended(self._base_config, self._last_entry)
         # the one attribute that changes, at once: other threads locate samples meanwhile
         self._source = StreamSource(
             config_of_run, split, global_batch_size, dataset_ids=self._dataset_ids(config_of_run)
@@ -229,7 +231,7 @@ class AutoAppendSource(SampleSource):
     @property
     def appended_at(self) -> list[int]:
         """The first samples of the appended segments."""
-        return [segment.first_sample for segment in self._last_check.segments]
+        return [segment.first_sample for segment in self._last_entry.segments]
 
     def with_lanes(self, lanes: int) -> SampleSource:
         """The same in the lanes of a saved state, unless the config names its own."""
@@ -249,8 +251,8 @@ class AutoAppendSource(SampleSource):
         digests = digests_of(first.order, first.files)
         append_log.begin({"seed": self.config.seed, "datasets": digests})
         self._apply(append_log.newest())
-        if self._last_check.sample < sample - 1:
-            self._last_check = replace(self._last_check, sample=sample - 1)
+        if self._last_entry.sample < sample - 1:
+            self._last_entry = replace(self._last_entry, sample=sample - 1)
 
     def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
         """Append what belongs before a sample. `follow` says at which ends of steps the run checks
@@ -262,7 +264,7 @@ class AutoAppendSource(SampleSource):
         every_samples = self._base_config.follow.check_every_samples
         segments = self.segments
         while True:
-            checked = self._last_check.sample
+            checked = self._last_entry.sample
             multiple = checked - checked % every_samples
             end = schedule.end_of_step(multiple)
             while end <= checked:
@@ -274,23 +276,23 @@ class AutoAppendSource(SampleSource):
 
     def _check(self, sample: int) -> None:
         """Append what belongs at a sample, the end of a step: what the log has there. If it has no
-        entry, check for versions now, and write the check to the log.
+        entry, check for versions now, and write one.
 
-        Samples must come in order: a check builds on the one before. Phases that have begun stay.
+        Samples must come in order: an entry builds on the one before. Phases that have begun stay.
         """
         append_log = log_of(self._base_config)
-        check = append_log.at(sample)
-        if check is not None:
-            self._apply(check)
+        entry = append_log.at(sample)
+        if entry is not None:
+            self._apply(entry)
             return
-        new_check, source = self._find_versions(sample)
-        check = append_log.write(new_check)
-        for unreadable in check.unreadable:
+        new_entry, source = self._find_versions(sample)
+        entry = append_log.write(new_entry)
+        for unreadable in entry.unreadable:
             log.warning("sample %d: left out until it can be read: %s", sample, unreadable)
-        # another rank may have written its check first
-        self._apply(check, source if check.segments == new_check.segments else None)
+        # another rank may have written its entry first
+        self._apply(entry, source if entry.segments == new_entry.segments else None)
 
-    def _find_versions(self, sample: int) -> tuple[Check, StreamSource]:
+    def _find_versions(self, sample: int) -> tuple[LogEntry, StreamSource]:
         """Check for the newest version of each dataset that the blend at a sample names by a
         version; with the source that reads them.
 
@@ -298,11 +300,11 @@ class AutoAppendSource(SampleSource):
         Transient errors are raised.
         """
         config = self._base_config
-        new_check = replace(self._last_check, sample=sample, unreadable=[])
+        new_entry = replace(self._last_entry, sample=sample, unreadable=[])
         source = self._source
         if any(phase.first_sample == sample for phase in config.phases):
-            return new_check, source  # that phase decides what is read from here on
-        segment_at = _segments(with_appended(config, self._last_check))
+            return new_entry, source  # that phase decides what is read from here on
+        segment_at = _segments(with_appended(config, self._last_entry))
         last = segment_at[max(first for first in segment_at if first <= sample)]
         current = last
         for prefix, number in _newest_versions(last).items():
@@ -317,31 +319,31 @@ class AutoAppendSource(SampleSource):
                         num_before=len(last.datasets),
                         weights_before=None if last.weights is None else list(last.weights),
                     )
-                    trial = replace(new_check, segments=[*self._last_check.segments, segment])
+                    trial = replace(new_entry, segments=[*self._last_entry.segments, segment])
                     source = self._with(trial)
                 except StreammegaError as error:
                     if getattr(error, "transient", False):
                         raise
                     unreadable = f"{redact_urls(prefix)}@{after}..{until}: {error}"
-                    new_check = replace(new_check, unreadable=[*new_check.unreadable, unreadable])
+                    new_entry = replace(new_entry, unreadable=[*new_entry.unreadable, unreadable])
                     break
-                new_check = trial
+                new_entry = trial
                 current = grown
-        return new_check, source
+        return new_entry, source
 
-    def _apply(self, check: Check, source: StreamSource | None = None) -> None:
-        """Continue with a check. source: the one with its segments, if that is open."""
-        if check.segments != self._last_check.segments:
-            opened = source or self._with(check)
-            for segment in check.segments[len(self._last_check.segments) :]:
+    def _apply(self, entry: LogEntry, source: StreamSource | None = None) -> None:
+        """Continue with an entry. source: the one with its segments, if that is open."""
+        if entry.segments != self._last_entry.segments:
+            opened = source or self._with(entry)
+            for segment in entry.segments[len(self._last_entry.segments) :]:
                 names = ", ".join(segment.appended)
                 log.info("from sample %d on: %s joined", segment.first_sample, names)
             self._source = opened
-        self._last_check = check
+        self._last_entry = entry
 
-    def _with(self, check: Check) -> StreamSource:
+    def _with(self, entry: LogEntry) -> StreamSource:
         """The stream with what was appended."""
-        config = with_appended(self._base_config, check)
+        config = with_appended(self._base_config, entry)
         return self._source.with_config(config, self._dataset_ids(config))
 
     def _dataset_ids(self, config: DataConfig) -> NDArray[np.int64]:

@@ -87,7 +87,7 @@ def is_remote(url: str) -> bool:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a URL, under its usual name; "" for a local path."""
+    """The scheme of a URL, under its usual name; "" for a local path, `file://` or `-` (stdin)."""
     if not is_remote(url):
         return ""
     scheme = url.partition("://")[0].lower()

@@ -275,7 +275,7 @@ def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
 def test_a_state_notices_every_setting_that_chooses_tokens(
     order: Order, name: str, tmp_path: Path
 ) -> None:
-    if name == "phases" and ORDERS[order].phases is None:
+    if name == "phases" and ORDERS[order].datasets_at_phase is None:
         return
     config = DataConfig(
         blend=[(WEB, 0.7), (CODE, 0.3)],

@@ -102,8 +102,9 @@ def open_stream(
     """The decompressed bytes of a file, by its suffix; plain files can be sought in.
 
     etag: of the object that the conversion found; "": of the one that is there now. note: called
-    with the number of stored bytes that were just read. Raises ConvertError if the bytes cannot be
-    read, ObjectChangedError if the object is another one.
+    with the number of stored bytes that were just read. Raises ConvertError for a missing package
+    and a .zip of several files, ObjectChangedError if the object is another one. Errors of
+    libraries pass through.
     """
     name, _ = split_query(path)
     suffix = compression_of(name)
@@ -127,6 +128,10 @@ def open_stream(
 
 
 def _only_member(file: Any, name: str) -> Any:
+    """Open the only file of a .zip. Raises ConvertError for another number of files.
+
+    Errors of zipfile pass through: `read_slice` names the file for these.
+    """
     archive = zipfile.ZipFile(file)
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
     if len(names) != 1:

@@ -72,7 +72,7 @@ Cutter = Callable[[Input, int, int, StorageConfig], Iterator[Slice]]
 
 
 def keep_whole(
-    item: Input, _bytes: int, _max_bytes: int, _storage: StorageConfig
+    item: Input, _slice_bytes: int, _max_slice_bytes: int, _storage: StorageConfig
 ) -> Iterator[Slice]:
     """All of an input, as one slice."""
     yield Slice(input=item, stored_bytes=item.size)

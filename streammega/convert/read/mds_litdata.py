@@ -96,7 +96,7 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
 
 
 def keep_folder(
-    item: Input, _bytes: int, _max_bytes: int, _storage: StorageConfig
+    item: Input, _slice_bytes: int, _max_slice_bytes: int, _storage: StorageConfig
 ) -> Iterator[Slice]:
     """A folder as a whole: only the size of its index is known."""
     yield Slice(input=item)

@@ -160,6 +160,7 @@ def unreadable(path: str, error: Exception, storage: StorageConfig, where: str =
 
 
 READ_BYTES = 1 << 20
+"""Bytes of one read."""
 COUNTED_BYTES = 4 << 20
 """Bytes in which lines are counted at a time."""
 
@@ -171,9 +172,10 @@ class LongLine(NamedTuple):
 
 
 def read_lines(begun: bytes, file: Any, max_bytes: int) -> Iterator[bytes | LongLine]:
-    """The lines of a file. begun: its beginning, which was read already.
+    """The lines of a file, with their endings. begun: its beginning, which was read already.
 
-    A line of more than `max_bytes` without its ending may be skipped, and only its size is given.
+    A line of more than `max_bytes` without its ending is skipped, as a LongLine, unless its end
+    was read already. Then it is yielded, and `read_slice` refuses it.
     """
     held = begun
     while True:

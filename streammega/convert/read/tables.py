@@ -74,7 +74,7 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
 
 
 def cut_row_groups(
-    item: Input, slice_bytes: int, _max_bytes: int, storage: StorageConfig
+    item: Input, slice_bytes: int, _max_slice_bytes: int, storage: StorageConfig
 ) -> Iterator[Slice]:
     """Slices of a large Parquet file: row groups of so many bytes together."""
     import pyarrow as pa

@@ -84,11 +84,12 @@ def read_json(source: Source) -> Iterator[RawDocument]:
 
 
 def cut_lines(
-    item: Input, slice_bytes: int, _max_bytes: int, storage: StorageConfig
+    item: Input, slice_bytes: int, _max_slice_bytes: int, storage: StorageConfig
 ) -> Iterator[Slice]:
     """Slices of a large file whose lines are documents, so that several workers can read it.
 
-    Raises ConvertError if its beginning cannot be read.
+    Slices of lines need no bound: they are cut at any byte. Raises ConvertError if its beginning
+    cannot be read.
     """
     if item.size <= slice_bytes or compression_of(item.path) or not _has_lines(item, storage):
         yield Slice(input=item, stored_bytes=item.size)

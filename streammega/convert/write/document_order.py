@@ -34,7 +34,7 @@ class DocumentOrder:
     """The documents of some parts in their final order, portion by portion.
 
     A portion is a part, in the order of its documents; with `buckets`, one of so many ranges of
-    shuffle keys, in the order of these.
+    shuffle keys, in the order of these. buckets: 0: documents are not shuffled.
     """
 
     def __init__(self, job: Job, parts: Sequence[ConvertSegment], buckets: int) -> None:
@@ -53,7 +53,7 @@ class DocumentOrder:
         return self._parts[part].prefix(self._job)
 
     def dataset(self, part: int) -> IndexedDataset:
-        """A part, opened; only the last few are kept so."""
+        """A part, opened; without buckets only the last few stay open."""
         opened = self._opened.get(part)
         if opened is not None:
             return opened
@@ -154,7 +154,7 @@ def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = 
 
 def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     """A keyed hash of each document, by which documents are sorted: SplitMix64 rounds over (seed,
-    unit, document).
+    unit, document). numbers: those of the documents in their unit.
     """
     units = np.full(len(numbers), unit, np.uint64)
     with np.errstate(over="ignore"):
@@ -168,7 +168,10 @@ SideRows = dict[str, NDArray[np.uint64]]
 
 
 def side_rows(options: ConvertOptions) -> list[str]:
-    """The rows of every `.side` file of a conversion, in their order; without any, no files."""
+    """The rows of every `.side` file of a conversion, in their order; without any, no files.
+
+    number: that of the document in its unit, the stretch of the inputs that one worker handled.
+    """
     names = []
     if options.shuffle_seed is not None:
         names.append("shuffle_key")
@@ -225,16 +228,16 @@ def remove_duplicates(
     job: Job, parts: list[ConvertSegment], memory_bytes: int
 ) -> tuple[list[ConvertSegment], int]:
     """The parts with a `.keep` file each, and how many documents are not kept: all but the first of
-    equal ones.
+    equal ones. parts: at least one.
 
-    Hashes are compared in as many passes as memory asks for. The first is that of the smallest
-    (part's unit, document).
+    Hashes are compared in as many passes as memory asks for. The first of equal ones has the
+    smallest (unit of its part, `number` of its row).
     """
     bounds = offsets_of(np.array([part.documents for part in parts], np.int64)).tolist()
     passes = max(1, -(-bounds[-1] * COMPARED_BYTES // memory_bytes))
     is_kept = np.zeros(bounds[-1], np.bool_)
-    for number in range(passes):
-        is_kept[_first_of_equal_ones(job, parts, bounds, number, passes)] = True
+    for pass_number in range(passes):
+        is_kept[_first_of_equal_ones(job, parts, bounds, pass_number, passes)] = True
     parts_with_keep = []
     for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
         job.work_dir.write(part.name + KEEP, np.packbits(is_kept[start:stop]).tobytes())
@@ -243,7 +246,7 @@ def remove_duplicates(
 
 
 def _first_of_equal_ones(
-    job: Job, parts: list[ConvertSegment], bounds: list[int], number: int, passes: int
+    job: Job, parts: list[ConvertSegment], bounds: list[int], pass_number: int, passes: int
 ) -> Integers:
     """The documents of one pass that are kept, counted over all parts.
 
@@ -253,7 +256,7 @@ def _first_of_equal_ones(
     for part, documents_before in zip(parts, bounds, strict=False):
         side = read_side(job, part)
         # Equal documents have equal hashes, so they meet in the same pass.
-        documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == number)
+        documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == pass_number)
         rows = {
             "low": side["hash_low"][documents],
             "high": side["hash_high"][documents],

@@ -234,6 +234,7 @@ def write_shard(
     portions = _portions_of_shard(documents, layout, number)
     packing = None if options.pack_length is None else PackingStats()
     stored_order: list[Portion] = []
+    # `write_packed` fills `packing` and `stored_order` while `copied` is read.
     with _writer(job, layout, number) as writer:
         if packing is not None:
             pad_id = eod_of(job) or 0
@@ -247,8 +248,8 @@ def write_shard(
             copied = copy_in_order(documents, portions, writer, threads)
         # Closed before the writer, whatever happens: threads may be writing into its file.
         with closing(copied):
-            for written in copied:
-                progress(written, written // itemsize)
+            for token_bytes in copied:
+                progress(token_bytes, token_bytes // itemsize)
     origins = ""
     ids = 0
     if options.provenance:
