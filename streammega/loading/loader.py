@@ -316,6 +316,7 @@ class StreamLoader:
         return self._running
 
     def _stop(self, reason: str) -> None:
+        """End the running iteration. Its `next` raises `reason` then. Raises as `close` does."""
         running = self._running
         if running is not None:
             running.stop(reason)

@@ -124,9 +124,13 @@ class Lookahead:
             self._pace = (1 - PACE_WEIGHT) * self._pace + PACE_WEIGHT * seconds
 
     def plan_window(self) -> None:
-        """Plan the next consecutive micro-steps as one window. Submit its reads and queue its groups."""
+        """Plan the next consecutive micro-steps as one window. Submit its reads and queue its groups.
+
+        All positions are of one segment, since each phase has an engine of its own.
+        """
         steps = self._steps
         memory = self._plan.memory
+        # At least a group: a smaller window costs nearly as much to plan.
         room = max(memory.group_batches, self._max_batches() - self.batches)
         consumed = self._next_stretch(min(self._window_batches, room))
         if not consumed:
@@ -194,7 +198,10 @@ class Lookahead:
         self.batches += len(consumed)
 
     def _next_stretch(self, max_batches: int) -> list[int]:
-        """Take up to `max_batches` positions, as long as each follows the one before it."""
+        """Take up to `max_batches` positions, as long as each follows the one before it.
+
+        Sets `exhausted` at the end. Closes the open blocks where positions go on elsewhere.
+        """
         stretch: list[int] = []
         while len(stretch) < max_batches:
             if self._next is None:

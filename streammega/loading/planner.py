@@ -256,6 +256,7 @@ class Planner:
         self.kept = kept
         self.coalesce_gap_bytes = coalesce_gap_bytes
         self.max_request_bytes = max_request_bytes
+        # The slot of a file is its number; buffers have the slots after these.
         self.table = BufferTable(len(files.itemsize))
 
     def plan(self, sample_ids: Integers, extents: Extents, group_samples: int) -> PlanWindow:

@@ -199,8 +199,8 @@ def _keeps_order_in_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
     if steps.dp_size > 1:
         return False
     # The config alone does not ensure this: a state brings its number of lanes along, and the run
-    # that resumes it may have larger global batches.
-    largest = max(size for _, size in steps.schedule.stages)
+    # that resumes it may have larger global batches. Stages include those of later phases.
+    largest = max(stage.global_batch_size for stage in steps.schedule.stages)
     return largest <= order.lanes
 
 

@@ -200,6 +200,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch skips workers without batches
             return Iteration(batch for batch in nothing)
         begun = self._state.begin()
+        # A worker may have copied this dataset before `seek` set the position: memory is shared.
         self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
         return Iteration(self._batches(self.steps, begun, only_torch_sees_batches(self)))

@@ -83,6 +83,7 @@ def _uses_of_remainder(
     # draws of a lane count from its first one after the remainder
     samples_of_draws(lane, draw - remainder.lane_counts[lane], column, order.tree, samples)
     samples += order.first_sample
+    # This also drops NEVER, and draws that earlier phases have made.
     samples = np.unique(samples[(samples >= order.first_sample) & (samples < end)])
     extents = order.locate(samples)
     low = np.maximum(extents.start, start)

@@ -149,6 +149,7 @@ class StreamOrder:
         dataset = column
         if self.numbers is not None:
             dataset = self.dataset_numbers[column].astype(np.int32)
+        # A negative file is the remainder, and its `start` is a negative draw: see `_of_remainder`.
         if not self.has_remainders or (file >= 0).all():  # as soon as all lanes are past them
             return _one_run_each(dataset, file, start, stop)
         of_epochs = np.flatnonzero(file >= 0)

@@ -94,6 +94,10 @@ def _single(
     num_samples: int | None,
     opened: dict[str, IndexedDataset],
 ) -> GPTDataset | None:
+    """The samples of one dataset in a split; None where the split string gives it no share.
+
+    Units of the split are sequences, or the bins of a packed dataset. Adds to `opened`.
+    """
     # opened once: a pair of several splits would be looked up, and its .idx read, for each
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
@@ -101,8 +105,8 @@ def _single(
     bounds = split_bounds(shares, num_units_of(indexed))[split]
     if bounds is None:
         return None
-    sequence_ids = np.arange(*bounds, dtype=np.int32)
-    return GPTDataset(indexed, sequence_ids, num_samples, config, split)
+    unit_ids = np.arange(*bounds, dtype=np.int32)
+    return GPTDataset(indexed, unit_ids, num_samples, config, split)
 
 
 def _blended(

@@ -29,7 +29,7 @@ MAX_SHOWN = 8
 
 class DocumentName(NamedTuple):
     """A document of a blend, by numbers: its dataset in the blend, its shard in the dataset, and
-    its place in the shard's `.idx`.
+    its place in the shard's `.idx`. They sort by these.
     """
 
     dataset: int

@@ -243,26 +243,31 @@ def _ranges_of(
     shards: Sequence[Sequence[ShardDocuments]],
     files: Sequence[Sequence[TokenFile]],
 ) -> ExcludedRanges:
-    """The ranges of a list's documents."""
+    """The ranges of a list's documents: one for each sequence of a document.
+
+    States of runs hold the digests: the hashed bytes must never change.
+    """
     files_of_dataset = [len(of_dataset) for of_dataset in files]
     first_files = np.cumsum([0, *files_of_dataset]).tolist()
     starts = [np.empty(0, np.int64)]
     stops = [np.empty(0, np.int64)]
     hashers: dict[int, Any] = {}
     counts: dict[int, int] = {}
+    # name[:2] is (dataset, shard), by which names sort.
     for (dataset, shard), of_shard in groupby(sorted(documents), lambda name: name[:2]):
         numbers = np.array([name.document for name in of_shard], np.int64)
         begin, end = shards[dataset][shard].tokens_of_all(numbers)
-        in_dataset = shard * FILE_STRIDE
+        # The first token of the shard, as tokens of the dataset are numbered here.
+        shard_start = shard * FILE_STRIDE
         if files_of_dataset[dataset] < len(shards[dataset]):
             # Megatron reads all shards of a dataset as one file
-            in_dataset = sum(other.num_tokens for other in shards[dataset][:shard])
+            shard_start = sum(other.num_tokens for other in shards[dataset][:shard])
         # without the dataset's number, which the identity has
         hasher = hashers.setdefault(dataset, hashlib.blake2b(digest_size=DIGITS // 2))
-        for column in (begin + in_dataset, end + in_dataset):
+        for column in (begin + shard_start, end + shard_start):
             hasher.update(np.ascontiguousarray(column, "<i8").data)
         counts[dataset] = counts.get(dataset, 0) + len(numbers)
-        shift = first_files[dataset] * FILE_STRIDE + in_dataset
+        shift = first_files[dataset] * FILE_STRIDE + shard_start
         starts.append(begin + shift)
         stops.append(end + shift)
     digests = {dataset: (count, hashers[dataset].hexdigest()) for dataset, count in counts.items()}

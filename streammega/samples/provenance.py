@@ -316,7 +316,7 @@ def documents_with(
     """(document, token of the shard, ids there) for every match of one of some patterns of ids, in
     the order of datasets and shards.
 
-    The ids have a few more on both sides, as context. Cost: reads every byte of the datasets once.
+    The ids have up to a longest pattern more on both sides, as context. Cost: reads every byte of the datasets once.
     Raises StorageError.
     """
     searched: set[str] = set()
@@ -326,6 +326,7 @@ def documents_with(
         searched.add(prefix)
         for shard, documents in enumerate(provenance.shards(dataset)):
             for start, size, ids in _matches(documents, patterns):
+                # A match may span documents: the first one counts. Tokens of no document have none.
                 for run in documents.runs(start, start + size)[:1]:
                     name = DocumentName(dataset=dataset, shard=shard, document=run.document)
                     yield name, start, ids

@@ -366,7 +366,7 @@ def dataset_of_samples(source: SampleSource, extents: Extents) -> Integers:
 
 
 def joins_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> SampleJoins:
-    """Where samples join two runs of tokens."""
+    """Where a row of a sample does not continue the row before it in the same file."""
     rows = rows_of(extents)
     return joins_between(
         np.diff(extents.row_splits),
