@@ -64,6 +64,7 @@ def consume(batches: Iterable[Any], seconds: float, warmup: int = 0) -> Result:
         "rate": count / taken,
         "tokens": count * S / taken,
         "cpu": (cpu_seconds() - spent) / max(1, count * S) * 1e9,
+        "peak": harness.peak_bytes(),
     }
 
 
@@ -236,6 +237,14 @@ def megatron_loader(a: Result) -> Result:
 # --- other loaders over the same tokens, in their own formats -------------------------------------------------------------------
 
 
+def as_asked(ids: Any, a: Result) -> Any:
+    """Ids [..., S + 1] in their stored dtype, or the fields of a model: tokens and labels in int64."""
+    if a["ids_only"]:
+        return ids
+    wide = ids.long()
+    return {"tokens": wide[..., :-1], "labels": wide[..., 1:]}
+
+
 def litdata(a: Result) -> Result:
     import litdata as ld
     import litdata.streaming.downloader as downloader
@@ -249,7 +258,7 @@ def litdata(a: Result) -> Result:
         cache_dir=tempfile.mkdtemp(), max_cache_size="20GB",
     )  # fmt: skip
     loader: Any = ld.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=a["workers"])
-    return consume(loader, a["seconds"])
+    return consume((as_asked(ids, a) for ids in loader), a["seconds"])
 
 
 def stub_torchvision() -> None:
@@ -278,8 +287,8 @@ def mosaic(a: Result) -> Result:
 
     class Tokens(StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, index: Any) -> Any:
-            ids = super().__getitem__(index)["tokens"].astype(np.int64)
-            return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
+            ids = torch.from_numpy(np.array(super().__getitem__(index)["tokens"]))
+            return as_asked(ids, a)
 
     dataset = Tokens(
         remote="s3://data/mds",
@@ -308,13 +317,9 @@ def s3torch(a: Result) -> Result:
         def __iter__(self) -> Any:
             rng = np.random.default_rng(0)
             for body in objects:
-                rows = np.frombuffer(body, np.uint16).reshape(-1, S + 1)
+                rows = torch.frombuffer(bytearray(body), dtype=torch.uint16).view(-1, S + 1)
                 for row in rng.permutation(len(rows)):
-                    ids = rows[row].astype(np.int64)
-                    yield {
-                        "tokens": torch.from_numpy(ids[:-1]),
-                        "labels": torch.from_numpy(ids[1:]),
-                    }
+                    yield as_asked(rows[row], a)
 
     loader: Any = torch.utils.data.DataLoader(
         Shuffled(), batch_size=BATCH, num_workers=a["workers"]

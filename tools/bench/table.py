@@ -126,34 +126,52 @@ def transport(chosen: Chosen) -> None:
 
 @FIGURES.figure()
 def epochs(chosen: Chosen) -> None:
-    """On loopback: whole epochs, workers, host CPU, the first batch."""
+    """On loopback: whole epochs, workers, host CPU, the first batch, peak memory."""
     measured = epochs_of(chosen, "unshaped")
     rates = medians_of(measured, "rate")
-    print_epochs(rates, "loopback", goals=("2x", "15x"))
+    print_epochs(rates, "loopback", goals=("1.5x", "15x"))
     print_workers(rates)
     print_cpu(medians_of(measured, "cpu"))
     print_first(medians_of(measured, "first"), "loopback")
+    print_peaks(medians_of(measured, "peak"))
+
+
+@FIGURES.figure()
+def id_epochs(chosen: Chosen) -> None:
+    """On loopback and with 20 ms: whole epochs of ids in their stored dtype, for every loader."""
+    for shape, where, goal in (("unshaped", "loopback", "1.5x"), ("shaped", "20 ms", "2x")):
+        measured = epochs_of(chosen, shape, ids_only=True)
+        rates = medians_of(measured, "rate")
+        for side in of_peers(rates):
+            title = f"whole shuffled epoch of ids, {where}, M tokens/s, vs {named(side)}"
+            print_row(title, rates["ours"] / 1e6, rates[side] / 1e6, ratio=times, goal=goal)
+        if shape == "unshaped":
+            print_peaks(medians_of(measured, "peak"))
 
 
 @FIGURES.figure()
 def far_epochs(chosen: Chosen) -> None:
     """With 20 ms: whole epochs, the first batch."""
     measured = epochs_of(chosen, "shaped")
-    print_epochs(medians_of(measured, "rate"), "20 ms", goals=("3x", "50x"))
+    print_epochs(medians_of(measured, "rate"), "20 ms", goals=("2x", "50x"))
     print_first(medians_of(measured, "first"), "20 ms")
 
 
-def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
+def epochs_of(chosen: Chosen, shape: str, *, ids_only: bool = False) -> dict[str, list[Result]]:
     """Results of each side: tokens/s with the first batch, CPU seconds per 10^9 tokens, seconds to
-    the first batch.
+    the first batch, peak memory.
+
+    ids_only: all sides give ids in the stored dtype; else tokens and labels in int64.
     """
     with runner.serving(peers=True) as bench:
         bench.server.behave(**SHAPES[shape])
         sides: dict[str, Callable[[], Result | None]] = {}
         for peer in chosen.peers:
             for workers in WORKERS:
-                sides[f"{peer} {workers}"] = partial(peer_epoch, bench, peer, workers)
-        sides["ours"] = partial(our_epoch, bench)
+                sides[f"{peer} {workers}"] = partial(peer_epoch, bench, peer, workers, ids_only)
+        sides["ours"] = partial(our_epoch, bench, ids_only=ids_only)
+        if ids_only:
+            return harness.in_turns(chosen.runs, sides)
         sides["ours, 1 MiB blocks"] = partial(our_epoch, bench, data=WIDE)
         if shape == "unshaped":  # these do not depend on the distance
             sides["ours, ids"] = partial(our_epoch, bench, ids_only=True)
@@ -162,16 +180,17 @@ def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
         return harness.in_turns(chosen.runs, sides)
 
 
-def peer_epoch(bench: Bench, peer: str, workers: int) -> Result | None:
+def peer_epoch(bench: Bench, peer: str, workers: int, ids_only: bool) -> Result | None:
     """Another loader; None if it failed."""
     endpoint = bench.server.endpoint
     seconds = LONGER_SECONDS if peer == WELL_SHUFFLED and workers else PEER_SECONDS
-    result = bench.side(peer, endpoint=endpoint, workers=workers, seconds=seconds)
+    options: Result = {"workers": workers, "seconds": seconds, "ids_only": ids_only}
+    result = bench.side(peer, endpoint=endpoint, **options)
     if not result:
         return None
     measured = {"rate": result["tokens"], "first": result["first"]}
-    # The CPU time of workers is unknown until they end.
-    return measured if workers else measured | {"cpu": result["cpu"]}
+    # The CPU time and memory of workers are unknown.
+    return measured if workers else measured | {"cpu": result["cpu"], "peak": result["peak"]}
 
 
 def our_epoch(bench: Bench, **arguments: Any) -> Result | None:
@@ -179,7 +198,8 @@ def our_epoch(bench: Bench, **arguments: Any) -> Result | None:
     result = bench.ours(**WHOLE_EPOCH, **arguments)
     if not result:
         return None
-    return {"rate": result["whole_rate"], "first": result["first"], "cpu": result["whole_cpu"]}
+    figures = {"rate": "whole_rate", "first": "first", "cpu": "whole_cpu", "peak": "peak"}
+    return {figure: result[name] for figure, name in figures.items()}
 
 
 def our_workers(bench: Bench, **options: Any) -> Result | None:
@@ -251,6 +271,15 @@ def print_first(seconds: Mapping[str, float], where: str) -> None:
     title = f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}"
     goal = "0.2 s and the round trips"
     print_row(title, seconds["ours"], peers[rival], digits=2, ratio=two_digits, goal=goal)
+
+
+def print_peaks(peaks: Mapping[str, float]) -> None:
+    """The most memory of a process without workers, imports included."""
+    ours = {side: value / 1e6 for side, value in peaks.items() if side.startswith("ours")}
+    for rival, theirs in of_peers(peaks).items():
+        for side, mine in ours.items():
+            title = f"peak memory of an epoch, imports included, MB, {side}, vs {named(rival)}"
+            print_row(title, mine, theirs / 1e6, ratio=two_digits)
 
 
 # --- the Megatron order, and what other modes cost -----------------------------------------------
