@@ -126,6 +126,7 @@ class Engine:
                         del group  # else its traceback and this frame would refer to each other
                 if group is None:
                     return
+                waited = time.perf_counter() - wait_began
                 caller_seconds = 0.0
                 first = 0
                 num_batches = len(group.consumed)
@@ -146,7 +147,7 @@ class Engine:
                     wait_began = time.perf_counter()
                     self.stats.step(wait_began - wait_ended)
                     caller_seconds += wait_began - wait_ended
-                self._lookahead.record_pace(caller_seconds / num_batches)
+                self._lookahead.record_pace(caller_seconds / num_batches, waited / num_batches)
         finally:
             self.close()
 

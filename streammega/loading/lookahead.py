@@ -25,6 +25,12 @@ SECONDS_AHEAD = 20.0
 """Batches are planned ahead for this time of the caller. A slow caller needs its cores for other work."""
 REFILL = 4
 """Planning goes on after the caller has taken 1/REFILL of the batches that are planned ahead."""
+SECONDS_FETCHED = 0.5
+"""Time of the caller for which bytes are fetched ahead. A request that the storage answers very late
+is sent a second time within it.
+"""
+MAX_WAIT_SHARE = 0.1
+"""A caller that waits for a larger share of its own time is faster than the storage."""
 PACE_WEIGHT = 0.25
 """Weight of the latest group in the average of the caller's pace.
 
@@ -35,7 +41,7 @@ One long step, such as a checkpoint, changes the average little. A few longer st
 class Lookahead:
     """Plans the micro-steps at `positions`, window by window, and queues their groups.
 
-    Only the engine's thread may use it. `record_pace` sets one number and may run in any thread.
+    Only the engine's thread may use it. `record_pace` sets numbers and may run in any thread.
 
     Args:
         steps: the micro-steps of this rank.
@@ -72,6 +78,11 @@ class Lookahead:
         # the first batches wait neither for a long plan nor for each other.
         self._window_batches = 1
         self._pace: float | None = None
+        self._waited = 0.0
+        # its bytes in the files, all columns kept: a bound
+        self._batch_bytes = steps.micro_batch_size * (
+            (steps.config.sequence_length + 1) * int(plan.table.itemsize.max())
+        )
 
     def take_group(self) -> GatherGroup | None:
         """Take the group to gather next; None if no group is planned."""
@@ -116,12 +127,25 @@ class Lookahead:
         batches_in_time = SECONDS_AHEAD / max(self._pace, 1e-9)
         return int(min(max(batches_in_time, min_batches), limit))
 
-    def record_pace(self, seconds: float) -> None:
-        """Record the seconds that the caller spent on a micro-batch, averaged over a group."""
-        if self._pace is None:
-            self._pace = seconds
-        else:
-            self._pace = (1 - PACE_WEIGHT) * self._pace + PACE_WEIGHT * seconds
+    def record_pace(self, seconds: float, waited: float = 0.0) -> None:
+        """Record the seconds that the caller spent on a micro-batch and waited for it, averaged over a
+        group.
+
+        A caller that seldom waits gets more memory to fetch ahead: what it takes in SECONDS_FETCHED.
+        One that always waits is faster than the storage, and would only make it hold more.
+        """
+        weight = 1.0 if self._pace is None else PACE_WEIGHT
+        self._pace = (1 - weight) * (self._pace or 0.0) + weight * seconds
+        self._waited = (1 - weight) * self._waited + weight * waited
+        if self._fetcher is None:
+            return
+        memory = self._plan.memory
+        ahead_bytes = 0.0
+        if self._waited < MAX_WAIT_SHARE * self._pace:
+            ahead_bytes = SECONDS_FETCHED / self._pace * self._batch_bytes
+        self._fetcher.pool.budget = int(
+            min(memory.fetch_bytes + ahead_bytes, memory.max_fetch_bytes)
+        )
 
     def plan_window(self) -> None:
         """Plan the next consecutive micro-steps as one window. Submit its reads and queue its groups.

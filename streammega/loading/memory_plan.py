@@ -81,7 +81,8 @@ class BlockSize(NamedTuple):
 class MemoryPlan:
     """The purpose of each part of `memory_bytes`.
 
-        fetch_bytes     bytes that are fetched and not gathered yet
+        fetch_bytes     bytes that are fetched and not gathered yet; up to max_fetch_bytes for a caller
+                        that the storage can keep up with (lookahead.py)
           open_bytes      their part for blocks that are fetched whole: each lane has a block of each
                           dataset open, and a group opens more (`opening_bytes`) before one is freed
         ready_bytes     batches that are gathered and not handed out: groups of ids in the stored
@@ -101,6 +102,7 @@ class MemoryPlan:
     ready_bytes: int
     field_bytes: int
     fetch_bytes: int
+    max_fetch_bytes: int
     window_batches: int
     opening_bytes: int
     coalesce_gap_bytes: int
@@ -245,6 +247,7 @@ def plan_memory(
         **groups._asdict(),
         **block_plan._asdict(),
         fetch_bytes=block_plan.open_bytes + window_room,
+        max_fetch_bytes=memory_bytes - groups.ready_bytes,
         window_batches=max(groups.group_batches, window_batches),  # a group is within one window
         coalesce_gap_bytes=coalesce_gap_bytes,
     )

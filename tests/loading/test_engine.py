@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
-from streammega.loading.lookahead import Lookahead
+from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.planner import FileTable, Planner, largest_gap
 from streammega.loading.read_plan import ReadPlan, plan_reading
@@ -33,6 +33,7 @@ from streammega.loading.stats import Stats
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
+from streammega.storage.fetch.fetcher import Fetcher
 from tests.support.builders import write_dataset
 from tests.support.streams import blend_of, config_of, storage_of, stream
 from tools.bench.object_server import Running
@@ -314,7 +315,8 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
             plans.append(None)  # and what the error names is enough
             continue
         plans.append(plan)
-        assert plan.ready_bytes + plan.fetch_bytes <= memory
+        assert plan.ready_bytes + plan.max_fetch_bytes == memory
+        assert plan.fetch_bytes <= plan.max_fetch_bytes
         assert plan.open_bytes <= min(plan.fetch_bytes, 0.75 * (memory - plan.ready_bytes))
         assert plan.open_bytes >= lanes * sum(blocks[dataset] for dataset in plan.block_datasets)
         assert plan.window_batches >= plan.group_batches >= plan.field_batches >= 1
@@ -847,6 +849,25 @@ def test_a_slow_caller_is_not_read_far_ahead_of(server: Running, tmp_path: Path)
             lookahead.plan_window()
         planned.append(lookahead.batches)
     assert planned[0] >= 8 * planned[1] > 0
+
+
+@pytest.mark.guarantee("first-spans-small")
+def test_a_caller_that_seldom_waits_is_given_memory_for_what_it_takes_soon(
+    server: Running, tmp_path: Path
+) -> None:
+    """One that always waits is faster than the storage: more memory would only be filled."""
+    lookahead, _ = lookahead_with_room(server, tmp_path, 100_000)
+    memory = lookahead._plan.memory
+    with closing(Fetcher(storage_of(server, "obstore"), memory.fetch_bytes)) as fetcher:
+        lookahead._fetcher = fetcher
+        batch_bytes = 4 * 65 * 2
+        lookahead.record_pace(SECONDS_FETCHED / 1000, waited=0.0)
+        assert fetcher.pool.budget == memory.fetch_bytes + 1000 * batch_bytes
+        lookahead.record_pace(1e-9, waited=0.0)
+        assert fetcher.pool.budget <= memory.max_fetch_bytes
+        for _ in range(20):
+            lookahead.record_pace(SECONDS_FETCHED / 1000, waited=1.0)
+        assert fetcher.pool.budget == memory.fetch_bytes
 
 
 def test_the_whole_epoch_frees_what_it_held(server: Running, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class BufferPool:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        """Most bytes. It may change: a smaller one holds as soon as enough memory is freed."""
         self.in_use = 0
         """Bytes that are reserved, with and without a buffer."""
         self.peak = 0
