@@ -131,7 +131,7 @@ class Lookahead:
         """Record the seconds that the caller spent on a micro-batch and waited for it, averaged over a
         group.
 
-        A caller that seldom waits gets more memory to fetch ahead: what it takes in SECONDS_FETCHED.
+        A caller that rarely waits gets more memory to fetch ahead: what it takes in SECONDS_FETCHED.
         One that always waits is faster than the storage, and would only make it hold more.
         """
         weight = 1.0 if self._pace is None else PACE_WEIGHT

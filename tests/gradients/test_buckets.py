@@ -31,15 +31,15 @@ class Net(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(50, width)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
-        self.seldom = torch.nn.Linear(width, width)
+        self.rarely = torch.nn.Linear(width, width)
         self.norm = torch.nn.LayerNorm(width)
 
-    def forward(self, ids: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, rarely: bool = False) -> torch.Tensor:
         x = self.embedding(ids)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        if seldom:
-            x = x + self.seldom(x)
+        if rarely:
+            x = x + self.rarely(x)
         return torch.nn.functional.linear(self.norm(x), self.embedding.weight)
 
 
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_torchs_ddp_to_the_bit(
             for micro in range(micro_batches):
                 last = micro == micro_batches - 1
                 with contextlib.nullcontext() if last else model.no_sync():
-                    loss = loss_of(model, ids_of(rank, step, micro), seldom=step == 1)
+                    loss = loss_of(model, ids_of(rank, step, micro), rarely=step == 1)
                     (loss / micro_batches).backward()
         ours.finish_grad_sync()
         assert_same_gradients(ours.module, theirs.module)

@@ -341,7 +341,7 @@ def test_the_lanes_do_not_depend_on_the_ranks(prefixes: list[str]) -> None:
     args = arguments(data_path=prefixes, global_batch_size=6, micro_batch_size=1)
     for dp_size in (1, 2, 3, 6):
         train, _, _ = opened(args, Place(dp_rank=0, dp_size=dp_size), order="stream")
-        assert train.open().dataset.steps.lanes == 1026
+        assert train.open().dataset.steps.lanes == 516
     train, _, _ = opened(args, order="stream", shuffle_lanes=12)
     assert train.open().dataset.steps.lanes == 12
 

@@ -852,7 +852,7 @@ def test_a_slow_caller_is_not_read_far_ahead_of(server: Running, tmp_path: Path)
 
 
 @pytest.mark.guarantee("first-spans-small")
-def test_a_caller_that_seldom_waits_is_given_memory_for_what_it_takes_soon(
+def test_a_caller_that_rarely_waits_is_given_memory_for_what_it_takes_soon(
     server: Running, tmp_path: Path
 ) -> None:
     """One that always waits is faster than the storage: more memory would only be filled."""
