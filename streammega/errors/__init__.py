@@ -69,7 +69,7 @@ class StorageError(StreammegaError):
     throttled = False
     """The endpoint asked for fewer requests."""
     silent = False
-    """No server answered."""
+    """No server answered, so the endpoint may not exist."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):

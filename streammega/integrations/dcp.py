@@ -121,6 +121,10 @@ def _fit(state: dict[str, Any], path: str, stored: set[str]) -> None:
 
 
 def _fit_state(state: dict[str, Any], path: str, stored: set[str]) -> None:
+    """Leave a data state as it is, or give it the keys of a bare loader, if these are stored.
+
+    Values of None are placeholders, which DCP fills. Raises StateError where neither is stored.
+    """
     if path + STATE_KEY in stored:
         return
     if all(path + name in stored for name in KEYS):  # a bare loader was saved

@@ -120,7 +120,7 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
             'positions="documents" restart after the end of a document, but the tokenizer has no '
             'eos_id; name eod_id in the dataloader config, or positions="samples"'
         )
-    counts = [0, 0, 0]
+    counts = [0, 0, 0]  # this loader reads no sample of the other splits
     counts[SPLITS.index(config.part)] = max(config.num_samples, 0)
     fields: dict[str, Any] = {
         "blend": config.blend,
@@ -156,6 +156,7 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         )
     global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None
     check_phases(data, "torchtitan", global_batch_size, one_length=True)
+    # The fields that batches of torchtitan are made of.
     used = {"tokens", "labels", "loss_mask", "cu_seqlens"}
     if config.positions != "none":
         used.add("position_ids")

@@ -140,7 +140,8 @@ def denied(url: str, reason: str) -> AccessDeniedError:
 def no_answer(url: str, reason: str) -> EndpointError:
     """The error for a connection that was refused or reset, or for a server that did not answer.
 
-    Another try may help.
+    Another try may help. `silent`: if the endpoint never answered this process, retries
+    end after connect_deadline.
     """
     error = EndpointError(
         f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"
@@ -189,7 +190,8 @@ def status_of(error: BaseException) -> int:
 def is_of_network(error: BaseException) -> bool:
     """Whether the network failed, or the server did not answer.
 
-    Drivers raise an OSError without a number for nearly everything.
+    Drivers raise an OSError without a number for nearly everything. The caller must handle
+    FileNotFoundError and PermissionError first, which may have no number either.
     """
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True

@@ -37,11 +37,12 @@ def run(path: str, overrides: Sequence[str]) -> None:
     trainer: Trainer | None = None
     try:
         trainer = Trainer(config, device, watchdog)
+        # The thread of the watchdog may end the process without a return from here.
         watchdog.before_exit.append(trainer.flush)
         trainer.resume()
         trainer.run()
     except Terminated:
-        watchdog.close()  # all ranks end so: the silence of this one is no failure
+        watchdog.close()  # no rank has failed: the silence that follows is no failure
         raise
     except (KeyboardInterrupt, Exception) as error:
         failure = _explain(error, watchdog, config)
@@ -65,10 +66,12 @@ class RankError(Exception):
 
 
 def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
-    """The error that this rank ends with. Before, it gives other ranks the cause, or asks them for it."""
+    """The error that this rank ends with. Before, it gives other ranks the cause, or asks them for it.
+
+    After `claim_exit` the thread of the watchdog prints nothing, so it comes before `fail`.
+    """
     rank, step = watchdog.rank, watchdog.step
     if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
-        # From here on the thread of the watchdog prints nothing.
         watchdog.claim_exit()
         watchdog.fail("interrupted")
         text = f"interrupted in step {step}"

@@ -49,6 +49,7 @@ class ParallelModel:
         self.num_stages = parallel.pp * parallel.virtual_pipeline_stages
         # Interleaved: pipeline rank r has the stages r, r + pp, r + 2 * pp and so on.
         self.stage_ids = list(range(ranks.at["pp"], self.num_stages, parallel.pp))
+        # With is_sharded, this applies fully_shard. It ties embedding and head within a stage.
         self.chunks, self.parameter_shapes = make_stages(
             config, ranks, self.num_stages, self.stage_ids, device
         )

@@ -66,7 +66,7 @@ class Pipeline:
         keywords: dict[str, Tensor] = {}
         for name in inputs_of_step[0].keywords:
             values = [inputs.keywords[name] for inputs in inputs_of_step]
-            keywords[name] = _end_to_end(values)
+            keywords[name] = _concatenate(values)
         options: dict[str, Any] = {}
         if self._num_stages - 1 in self._stage_ids:
             targets = [inputs.target for inputs in inputs_of_step if inputs.target is not None]
@@ -127,9 +127,10 @@ class Pipeline:
         ]
 
 
-def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """The rows of several tensors in one. Shorter rows (of bounds) are filled up with their last
-    column.
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors in one; of one dimension, their elements.
+
+    Rows of cu_seqlens differ in length: shorter ones repeat their last bound.
     """
     if tensors[0].dim() == 1:
         return torch.cat(list(tensors))

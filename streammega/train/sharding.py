@@ -84,13 +84,14 @@ def reshard(chunk: nn.Module) -> None:
 def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
     """Raise GradientError on every rank if a gradient is not finite. Call it on all ranks together.
 
-    grads: this rank's parts, by the names of their parameters. norm: of all gradients of all ranks.
+    grads: this rank's parts, by the names of their parameters. norm: of all gradients of all ranks,
+    and equal on all: it decides who takes part in the search for a name.
     """
     if norm.isfinite():
         return
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
     name = _first_of_all_ranks(bad)
-    # The norm of finite gradients may overflow. The caller raises then.
+    # The norm of finite gradients may overflow: who calls `clip_grad_norm_` raises for that.
     if name is not None:
         raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
 

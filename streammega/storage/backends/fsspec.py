@@ -203,7 +203,7 @@ class FsspecStore(RemoteStore):
         """A writer that publishes nothing under `key` before it commits."""
         self._check_key(key)
         path = self._path(key)
-        # A driver for this writer alone, whose calls are retried.
+        # A driver for this writer alone: with s3 its calls are replaced by ones that retry.
         fs = self._open()
 
         def wrap(error: BaseException) -> BaseException:

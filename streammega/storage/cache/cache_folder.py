@@ -272,6 +272,7 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def _entry(folder: Path) -> Entry:
+    """Describe the object of a folder. Raises OSError, ValueError, KeyError, TypeError."""
     about = json.loads((folder / "object.json").read_bytes())
     size = int(about["size"])
     chunk_bytes = int(about["chunk_bytes"])
@@ -331,7 +332,10 @@ def recount(folder: Path) -> int:
 def _tables(
     folder: Path, size: int, chunk_bytes: int
 ) -> Iterator[tuple[Path, int, NDArray[np.uint64]]]:
-    """(file, bytes of data, checksums of its pages) of each chunk file of the right size."""
+    """(file, bytes of data, checksums of its pages) of each chunk file of the right size.
+
+    A checksum of 0: the page is not there.
+    """
     for path in sorted(folder.glob("*.data")):
         if path.stem.isdecimal():
             data_bytes = min(chunk_bytes, size - int(path.stem) * chunk_bytes)

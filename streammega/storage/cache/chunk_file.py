@@ -102,12 +102,16 @@ class ChunkFile:
         return descriptor
 
     def lock(self, descriptor: int, first: int, last: int) -> bool:
-        """Lock pages [first, last); False if one of them is locked. Raises OSError."""
+        """Lock pages [first, last) until `unlock`; False if one of them is locked. Raises OSError."""
         start = (first - self.first) * PAGE_BYTES
         return try_lock(descriptor, start, (last - first) * PAGE_BYTES)
 
     def write(self, descriptor: int, page: int, data: Bytes) -> None:
-        """Write pages from `page` on, then their checksums. Raises OSError."""
+        """Write pages from `page` on, then their checksums. Raises OSError.
+
+        The caller locks them first if it can; a second writer would write the same bytes. data:
+        whole pages; only the last one of the object may be short.
+        """
         number = page - self.first
         view = memoryview(data)  # type: ignore[arg-type]
         _write_all(descriptor, view, number * PAGE_BYTES)

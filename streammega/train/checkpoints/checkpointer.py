@@ -57,7 +57,7 @@ class Checkpointer:
     Args:
         store: where they are.
         device: on which the run computes.
-        keep: how many of the last checkpoints are kept, and of those that a rewind sets aside.
+        keep: how many of the last checkpoints are kept, at least 1, and of those that a rewind sets aside.
         timeout: seconds that ranks wait for each other.
         before_publish: called on the first rank before a checkpoint is published.
 
@@ -258,6 +258,7 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.check()
         self.store.publish(step, name, position)
+        # Steps rise, so the last `keep`, at least one, stay.
         for old_step in self.store.steps()[: -self._keep]:
             try:
                 self.store.remove(old_step)
@@ -295,6 +296,7 @@ class Checkpointer:
             return []
 
     def _set_aside(self, steps: Sequence[int], why: str) -> None:
+        """Move checkpoints away, so that no resume takes them. The first rank calls it."""
         for step in steps:
             url = self.store.set_aside(step, why)
             log.warning("the checkpoint of step %d is set aside as %s", step, url)
@@ -302,7 +304,10 @@ class Checkpointer:
     def _load(
         self, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
     ) -> dict[str, Any]:
-        """Raises DamagedError, StateError for one of another model, StorageError."""
+        """Load a checkpoint into model and optimizer; returns its position. All ranks call it together.
+
+        Raises DamagedError (a StateError), StateError for one of another model, StorageError.
+        """
         group = self._rank_sync.group
         saved, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
         # Before loading: "another [model]" is a better message than tensors that do not fit.
