@@ -661,7 +661,8 @@ def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
 
 
 def test_a_loader_is_not_closed_under_a_thread_that_is_about_to_wait() -> None:
-    iteration = Iteration(batch for batch in [{}])
+    batches: list[Batch] = [{}]
+    iteration = Iteration(batch for batch in batches)
     with iteration._lock, pytest.raises(StateError, match="another thread waits"):
         iteration.stop("its loader was closed")
     assert next(iteration) == {}
