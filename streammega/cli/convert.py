@@ -103,12 +103,14 @@ def convert(
     from streammega.convert import convert as convert_all
     from streammega.convert import convert_task, merge_tasks
     from streammega.convert.dry_run import plan_conversion
+    from streammega.convert.read.inputs import expand_lists
     from streammega.convert.run import MERGE, parse_task
     from streammega.dataset.append import append
     from streammega.dataset.names import split_name
 
     command = CommandOptions(**settings_from(CommandOptions, settings))
     output_storage = storage_config(storage, storage_file)
+    inputs = list(expand_lists(inputs))  # once: a list may be a pipe
     input_storage = _input_storage(command, inputs, output, output_storage)
     conversion: dict[str, Any] = {
         "options": _options(settings, command),

@@ -152,7 +152,7 @@ def load_storage(path: str) -> StorageConfig:
 
     table = read_toml(path, "give a TOML file with settings of StorageConfig")
     for name in table:
-        if name not in StorageConfig.__dataclass_fields__:
+        if name not in {item.name for item in fields(StorageConfig)}:
             raise ConfigError(
                 f"{path}: {unknown_setting(name, StorageConfig)} (key, secret, endpoint_url and the "
                 f"like stand under [storage_options])"

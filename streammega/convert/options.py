@@ -134,7 +134,7 @@ class ConvertOptions:
     """
     split_sentences: Annotated[str | None, Flag(TEXT, metavar="LANG")] = None
     """Make each sentence a sequence, e.g. en."""
-    min_tokens: Annotated[int, Flag(DOCUMENTS)] = 0
+    min_tokens: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
     """Drop documents with fewer tokens."""
     max_tokens: Annotated[int | None, Flag(DOCUMENTS)] = None
     """Cut or drop documents with more tokens; see --max-tokens-policy."""
@@ -152,7 +152,9 @@ class ConvertOptions:
     """
     pack_max_documents: Annotated[int | None, Flag(DOCUMENTS), Ge(1)] = None
     """Maximum number of documents in one bin of --pack-length. None: as many as fit."""
-    keep_modes: Annotated[tuple[int, ...] | None, Flag(DOCUMENTS, "--keep-mode")] = None
+    keep_modes: Annotated[
+        tuple[int, ...] | None, Flag(DOCUMENTS, "--keep-mode"), Ge(-128), Le(127)
+    ] = None
     """Keep only sequences of this mode; repeat for more."""
     loss_modes: Annotated[
         tuple[int, ...] | None, Flag(DOCUMENTS, "--loss-mode"), Ge(-128), Le(127)
@@ -243,6 +245,11 @@ class ConvertOptions:
             raise ConfigError(
                 "pack_length (--pack-length) does not work with tar files, whose documents are apart; "
                 "set format (--format) to 'bin' or 'zst'"
+            )
+        if self.max_tokens is None and self.max_tokens_policy == "drop":
+            raise ConfigError(
+                "max_tokens_policy (--max-tokens-policy) drop needs a limit: set max_tokens "
+                "(--max-tokens)"
             )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(

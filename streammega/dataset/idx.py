@@ -300,7 +300,7 @@ def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, to
 
 
 def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
-    """Raise FormatError unless documents follow each other and each is within one bin."""
+    """Raise FormatError unless sequences follow each other and each document is within one bin."""
     bounds = arrays.document_indices
     itemsize = arrays.dtype.itemsize
     starts = arrays.sequence_offsets // itemsize
@@ -314,12 +314,14 @@ def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
     first = starts[bounds[:-1]]
     last = stops[bounds[1:] - 1]
     lies_wrong = (last <= first) | (first // bin_tokens != (last - 1) // bin_tokens)
-    lies_wrong[1:] |= first[1:] < last[:-1]
+    overlapping = 1 + np.flatnonzero(starts[1:] < stops[:-1])
+    lies_wrong[np.searchsorted(bounds, overlapping, side="right") - 1] = True
     if lies_wrong.any():
         bad = int(np.argmax(lies_wrong))
         raise FormatError(
             f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which are not within one "
-            f"bin of {bin_tokens}; copy both files again, or convert again"
+            f"bin of {bin_tokens}, or its sequences do not follow each other; copy both files again, "
+            f"or convert again"
         )
 
 

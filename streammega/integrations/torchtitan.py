@@ -109,10 +109,11 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
     settings = dict(config.settings)
     if isinstance(settings.get("storage"), Mapping):
         settings["storage"] = StorageConfig(**settings["storage"])
-    settings["storage_by_prefix"] = {
-        prefix: StorageConfig(**storage) if isinstance(storage, Mapping) else storage
-        for prefix, storage in settings.get("storage_by_prefix", {}).items()
-    }
+    if isinstance(settings.get("storage_by_prefix"), Mapping):
+        settings["storage_by_prefix"] = {
+            prefix: StorageConfig(**storage) if isinstance(storage, Mapping) else storage
+            for prefix, storage in settings["storage_by_prefix"].items()
+        }
     restarts = config.positions == "documents"
     end_of_document = eos_id if config.eod_id < 0 else config.eod_id
     if restarts and end_of_document is None:

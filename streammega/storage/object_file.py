@@ -104,6 +104,8 @@ class ObjectReader(io.RawIOBase):
             offset += self._position
         elif whence == io.SEEK_END:
             offset += self.size
+        elif whence != io.SEEK_SET:
+            raise ValueError(f"{self._url()}: cannot seek with whence {whence}; it is 0, 1 or 2")
         if offset < 0:
             raise ValueError(f"{self._url()}: cannot seek to byte {offset}")
         self._position = offset

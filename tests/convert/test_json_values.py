@@ -137,6 +137,15 @@ def test_what_follows_a_broken_member_is_left_out_and_reported(bad: str, tmp_pat
     assert "what comes after it cannot be read" in report.messages[0]
 
 
+@pytest.mark.parametrize("form", ["array", "lines", "records over lines"])
+def test_a_number_of_too_many_digits_costs_its_record_alone(form: str, tmp_path: Path) -> None:
+    text = FORMS[form]([{"text": "a"}, {"text": "b", "n": -7}, {"text": "c"}])
+    (tmp_path / "in.json").write_text(text.replace("-7", "-" + "7" * 5000))
+    report = converted(tmp_path)
+    assert stored_texts(tmp_path / "out") == ["a", "c"]
+    assert report.dropped == {"broken record": 1}
+
+
 def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
     broken = [
         b'{"text": "good"}',

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import streammega.convert
+from streammega import StorageConfig
 from streammega.cli.main import app
 from streammega.cli.options import format_size, parse_size
 from streammega.convert import ConvertOptions, ConvertReport, ExecutionConfig, convert
@@ -145,6 +146,9 @@ def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
         ({"dedup": "no"}, r"dedup \(--dedup\) is 'no'; it must be true or false"),
         ({"template_vars": "a=1"}, "is 'a=1'; it must be a mapping"),
         ({"tokenizer": 7}, r"tokenizer \(--tokenizer\) is 7; it must be text"),
+        ({"min_tokens": -5}, r"min_tokens \(--min-tokens\) is -5; it must be at least 0"),
+        ({"keep_modes": (999,)}, r"keep_modes \(--keep-mode\) is \(999,\); .*at most 127"),
+        ({"max_tokens_policy": "drop"}, r"drop needs a limit: set max_tokens \(--max-tokens\)"),
     ],
 )
 def test_a_value_of_another_kind_than_its_setting_is_refused(
@@ -209,6 +213,24 @@ def test_an_option_that_would_do_nothing_is_refused(
     error = CliRunner().invoke(app, words.split()).exception
     assert isinstance(error, ConfigError)
     assert str(error) == message
+
+
+def test_inputs_of_a_list_of_another_scheme_have_the_storage_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caught: dict[str, Any] = {}
+
+    def catch(inputs: list[str], output: str, **named: Any) -> Any:
+        caught.update(named, inputs=inputs)
+        raise ConfigError("caught")
+
+    monkeypatch.setattr(streammega.convert, "convert", catch)
+    (tmp_path / "list").write_text("gs://corpus/a.jsonl\ngs://corpus/b.jsonl\n")
+    words = ["convert", f"@{tmp_path}/list", "s3://mine/web", "--storage", "key=K"]
+    assert str(CliRunner().invoke(app, words).exception) == "caught"
+    assert caught["inputs"] == ["gs://corpus/a.jsonl", "gs://corpus/b.jsonl"]
+    assert caught["input_storage"] == StorageConfig()
+    assert caught["storage"].storage_options == {"key": "K"}
 
 
 def test_what_is_appended_is_the_output_by_its_whole_url(monkeypatch: pytest.MonkeyPatch) -> None:

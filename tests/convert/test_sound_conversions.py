@@ -31,7 +31,7 @@ asked = st.fixed_dictionaries(
         "max_tokens_policy": st.sampled_from(["cut", "drop"]),
         "keep_modes": st.sampled_from([None, None, (0,), (1,), (0, 1)]),
     }
-)
+).filter(lambda options: options["max_tokens"] or options["max_tokens_policy"] == "cut")
 token_corpus = st.lists(
     st.lists(
         st.tuples(st.lists(st.integers(0, 60_000), min_size=1, max_size=30), st.integers(0, 2)),

@@ -113,6 +113,21 @@ def test_a_document_without_sequences_is_in_no_bin() -> None:
         check_bins(arrays, 8, "web.idx")
 
 
+@pytest.mark.parametrize("middle", [100, 0])
+def test_every_sequence_of_a_document_is_in_its_bin(middle: int) -> None:
+    arrays = IndexArrays(
+        dtype=np.dtype(np.int32),
+        sequence_lengths=np.array([2, 1, 2, 1], np.int32),
+        sequence_offsets=np.array([0, 2, 3, 8]) * 4,
+        document_indices=np.array([0, 3, 4]),
+        sequence_modes=None,
+    )
+    check_bins(arrays, 8, "web.idx")
+    arrays.sequence_offsets[1] = middle * 4
+    with pytest.raises(FormatError, match=r"document 0 .* its sequences do not follow each other"):
+        check_bins(arrays, 8, "web.idx")
+
+
 @pytest.mark.guarantee("megatron-files-order")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:

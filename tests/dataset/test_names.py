@@ -86,6 +86,16 @@ def test_a_zip_of_one_file_is_read_and_of_more_refused(tmp_path: Path) -> None:
         made([str(tmp_path / "2.jsonl.zip")], tmp_path / "no")
 
 
+def test_a_zip_of_a_mac_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
+        archive.writestr("a.jsonl", LINES)
+        archive.writestr("__MACOSX/._a.jsonl", "attributes")
+    assert made([str(tmp_path / "a.jsonl.zip")], tmp_path / "out") == ["one", "two"]
+    (tmp_path / "b.jsonl.zip").write_bytes(b"PK and no more")
+    with pytest.raises(ConvertError, match=r"b\.jsonl\.zip: is no whole \.zip .*; copy it again"):
+        made([str(tmp_path / "b.jsonl.zip")], tmp_path / "no")
+
+
 def test_the_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
     tree(
         tmp_path,

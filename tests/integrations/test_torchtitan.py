@@ -108,6 +108,10 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
         ({"blend": "a", "part": "validation"}, "one of train, valid, test"),
         ({"blend": "a", "positions": "all"}, "one of documents, samples, none"),
         ({"blend": "a", "eod_id": -1}, "the tokenizer has no eos_id"),
+        (
+            {"blend": "a", "settings": {"storage_by_prefix": None}},
+            "storage_by_prefix is None; it must be a mapping",
+        ),
         ({"blend": "a", "infinite": False}, "an end, which the stream order has only"),
         ({"blend": "a", "repeat": False}, "an end, which the stream order has only"),
         ({"blend": "a", "settings": {"seed": 3}}, "settings of the dataloader config name seed"),

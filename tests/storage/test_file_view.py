@@ -122,6 +122,8 @@ def test_every_way_to_read_gives_the_bytes_of_the_object(place: Place) -> None:
         assert file.read(1) == b""
         with pytest.raises(ValueError, match=r"negative seek|cannot seek"):
             file.seek(-1)
+        with pytest.raises(ValueError, match="whence"):
+            file.seek(0, 7)
     with pytest.raises(ValueError, match="closed"):
         file.read(1)
 

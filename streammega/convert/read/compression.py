@@ -132,8 +132,13 @@ def _only_member(file: Any, name: str) -> Any:
 
     Errors of zipfile pass through: `read_slice` names the file for these.
     """
-    archive = zipfile.ZipFile(file)
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise ConvertError(f"{name}: is no whole .zip ({error}); copy it again") from None
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    # macOS adds a file of attributes to each file
+    names = [member for member in names if not member.startswith("__MACOSX/")]
     if len(names) != 1:
         raise ConvertError(
             f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "

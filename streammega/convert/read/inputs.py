@@ -76,7 +76,7 @@ def find_inputs(
     if skipped is None:
         skipped = SkippedFiles()
     files: list[Input] = []
-    for item in _expand_lists(inputs):
+    for item in expand_lists(inputs):
         with _plain_errors(item, storage):
             files += _inputs_of(item, storage, options, skipped, own_output)
     if not files:
@@ -109,7 +109,8 @@ def describe_inputs(inputs: Sequence[Input]) -> list[dict[str, Any]]:
     ]
 
 
-def _expand_lists(inputs: Sequence[str]) -> Iterator[str]:
+def expand_lists(inputs: Sequence[str]) -> Iterator[str]:
+    """Inputs, with the lines of each `@list` in its place."""
     for item in inputs:
         if not item.startswith("@") or os.path.exists(item):
             yield item

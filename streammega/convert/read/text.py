@@ -40,10 +40,11 @@ OPENINGS = (b"[", b"{", b"[{")
 """First lines of JSON that is not JSON lines."""
 LONGEST_WORD = 12
 """Characters (of -Infinity, of an escape) that a cut may leave as broken JSON."""
-_STRICT = json.JSONDecoder()
-_LOOSE = json.JSONDecoder(strict=False)
-"""Takes control characters within strings, by which it finds the end of records that are refused
-later, one by one.
+_STRICT = json.JSONDecoder(parse_int=str)
+"""Leaves integers as text: `int` refuses those of more than 4,300 digits by a plain ValueError."""
+_LOOSE = json.JSONDecoder(strict=False, parse_int=str)
+"""Takes control characters within strings too. It finds the end of records that are refused later,
+one by one.
 """
 _SPACE = re.compile(r"[ \t\n\r]*")
 
