@@ -481,6 +481,24 @@ def test_everything_is_seen_once_by_full_validation_in_the_stream_order_too(
 
 
 @pytest.mark.guarantee("full-validation-sees")
+@pytest.mark.parametrize("settings", [{}, {"reset_attention_mask": True, "eod_mask_loss": True}])
+def test_the_last_round_of_full_validation_has_the_fields_of_the_others(
+    prefixes: list[str], settings: dict[str, Any]
+) -> None:
+    args = arguments(data_path=prefixes, split="0,100,0", full_validation=True, **settings)
+    sizes = set()
+    for dp_size in (2, 3, 5):
+        for dp_rank in range(dp_size):
+            valid = whole_valid(args, Place(dp_rank=dp_rank, dp_size=dp_size))
+            first, *_, last = valid
+            assert {name: (field.dtype, field.shape) for name, field in first.items()} == {
+                name: (field.dtype, field.shape) for name, field in last.items()
+            }
+            sizes.add(len(valid) * dp_size)
+    assert len(sizes) > 2, "some ranks have a sample more"
+
+
+@pytest.mark.guarantee("full-validation-sees")
 def test_full_validation_of_fewer_samples_than_ranks(tmp_path: Path) -> None:
     """Megatron's sampler leaves out the ranks for which there is none."""
     prefix = str(tmp_path / "few")
