@@ -126,8 +126,8 @@ class Engine:
                         del group  # else its traceback and this frame would refer to each other
                 if group is None:
                     return
-                waited = time.perf_counter() - wait_began
-                caller_seconds = 0.0
+                arrived = time.perf_counter()
+                waited = arrived - wait_began
                 first = 0
                 num_batches = len(group.consumed)
                 while first < num_batches:
@@ -146,8 +146,8 @@ class Engine:
                         yield batches.popleft()
                     wait_began = time.perf_counter()
                     self.stats.step(wait_began - wait_ended)
-                    caller_seconds += wait_began - wait_ended
-                self._lookahead.record_pace(caller_seconds / num_batches, waited / num_batches)
+                busy = time.perf_counter() - arrived
+                self._lookahead.record_pace(busy / num_batches, waited / num_batches)
         finally:
             self.close()
 

@@ -25,7 +25,7 @@ SECONDS_AHEAD = 20.0
 """Batches are planned ahead for this time of the caller. A slow caller needs its cores for other work."""
 REFILL = 4
 """Planning goes on after the caller has taken 1/REFILL of the batches that are planned ahead."""
-SECONDS_FETCHED = 0.5
+SECONDS_FETCHED = 0.1
 """Time of the caller for which bytes are fetched ahead. A request that the storage answers very late
 is sent a second time within it.
 """
@@ -128,8 +128,8 @@ class Lookahead:
         return int(min(max(batches_in_time, min_batches), limit))
 
     def record_pace(self, seconds: float, waited: float = 0.0) -> None:
-        """Record the seconds that the caller spent on a micro-batch and waited for it, averaged over a
-        group.
+        """Record the seconds that the caller spent on a micro-batch, its fields included, and waited
+        for it, averaged over a group.
 
         A caller that rarely waits gets more memory to fetch ahead: what it takes in SECONDS_FETCHED.
         One that always waits is faster than the storage, and would only make it hold more.

@@ -14,10 +14,11 @@ from streammega.errors import ConfigError
 from streammega.storage.fetch.buffer_pool import rounded
 
 GROUP_BYTES = 4 << 20
-"""Bytes of the ids that one kernel call gathers, and of the fields that one call makes.
-
-Each group costs a plan and a hand-over between two threads.
+"""Bytes of the ids that one kernel call gathers. Each group costs a plan and a hand-over between two
+threads.
 """
+FIELD_BYTES = 16 << 20
+"""Bytes of the fields that one kernel call makes."""
 MAX_GROUP_BATCHES = 64
 """Most micro-batches of a group. The first of them is handed out when all are gathered."""
 READY_GROUPS = 3
@@ -131,7 +132,7 @@ def _groups_of(batch: BatchSize, batches: int, ahead: int) -> _Groups:
     """Groups of `batches` micro-batches. At least `ahead` micro-batches and READY_GROUPS groups are
     ready.
     """
-    field_batches = min(GROUP_BYTES // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
+    field_batches = min(FIELD_BYTES // max(1, sum(batch.fields)), MAX_FIELD_BATCHES, batches)
     field_batches = max(1, field_batches)
     ready = max(READY_GROUPS, math.ceil(ahead / batches))
     field_bytes = FIELD_COPIES * _bytes_of_arrays(batch.fields, field_batches)
