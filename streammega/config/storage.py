@@ -77,7 +77,7 @@ class StorageConfig:
     """Largest single range request."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Most range requests in flight: limits many small reads."""
-    max_in_flight_bytes: Annotated[int, Ge(4096)] = 24 * MiB
+    max_in_flight_bytes: Annotated[int, Ge(4096)] = 48 * MiB
     """Most bytes of range requests in flight: limits few large reads."""
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
     """Most bytes that a loader holds: fetched ahead, in flight, and ready. It takes fewer where more
