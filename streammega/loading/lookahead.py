@@ -79,7 +79,7 @@ class Lookahead:
         self._window_batches = 1
         self._pace: float | None = None
         self._waited = 0.0
-        # its bytes in the files, all columns kept: a bound
+        # Bytes of a micro-batch in the files. A reader that keeps some columns reads fewer.
         self._batch_bytes = steps.micro_batch_size * (
             (steps.config.sequence_length + 1) * int(plan.table.itemsize.max())
         )

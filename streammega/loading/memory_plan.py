@@ -28,8 +28,8 @@ MAX_FIELD_BATCHES = 8
 FIELD_COPIES = 2
 """Copies of fields in memory: one that is being handed out, and one that was handed out before."""
 BLOCK_SHARE = 3 / 4
-"""Share of `fetch_bytes` for blocks that are fetched whole. The rest is for samples that are read one
-by one, and for blocks that open next.
+"""Largest share of the memory without ready batches that open blocks may take. The rest is for samples
+that are read one by one, and for blocks that open next.
 """
 OPENING_BYTES = 8 << 20
 """A group ends before its samples open more bytes of blocks than this, unless its first micro-batch
@@ -213,7 +213,7 @@ def plan_memory(
     blocks: the datasets whose blocks are worth fetching whole, the most drawn first. lanes: the number
     of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
     in_flight_bytes: most bytes of requests in flight. is_remote: whether some file is fetched.
-    only_blocks: whether all that is fetched may be fetched in blocks.
+    only_blocks: whether all that is fetched is in `blocks`, if they fit.
 
     Raises ConfigError if there is no room for one micro-batch.
     """

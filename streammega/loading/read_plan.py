@@ -108,7 +108,7 @@ def plan_reading(
         coalesce_gap_bytes=storage.coalesce_gap_bytes,
         in_flight_bytes=storage.max_in_flight_bytes,
         is_remote=not table.local.all(),
-        only_blocks=len(blocks) == _num_fetched_datasets(table),
+        only_blocks=_reads_only_blocks(steps, table, start, len(blocks)),
     )
     if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
@@ -188,6 +188,18 @@ def _blocks_to_prefetch(
     return blocks, lanes_from(steps, order, start)
 
 
+def _reads_only_blocks(steps: MicroSteps, table: FileTable, start: int, num_in_blocks: int) -> bool:
+    """Whether all that is fetched is in blocks: those of all remote datasets of this segment, and no
+    samples of epochs that earlier segments left unread.
+    """
+    order = steps.samples.segment_at(start).order
+    if order is None or order.has_remainders:
+        return False
+    numbers = order.dataset_numbers.tolist()
+    num_remote = sum(not table.local[table.files_of(number)].all() for number in numbers)
+    return num_in_blocks == num_remote
+
+
 def _keeps_order_in_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
     """Whether this reader takes every lane in its order although batches are balanced by cost.
 
@@ -263,12 +275,6 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
         page_bytes=PAGE_BYTES,
         chunk_bytes=whole_pages(steps.config.storage.cache_chunk_bytes),
     )
-
-
-def _num_fetched_datasets(table: FileTable) -> int:
-    """How many datasets have a remote file."""
-    fetched = np.flatnonzero(~table.local)
-    return len(np.unique(np.searchsorted(table.firsts, fetched, side="right")))
 
 
 def _addresses_in_cache(file: TokenFile) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, StreamingDataset, StreamLoader
+from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
@@ -233,6 +233,32 @@ def test_any_budget_gives_the_same_stream_within_it(
     blend: Any = [f"{server.root}/data/web"] if order == "sequential" else blend_of(server.root)
     assert torch.equal(got, stream(replace(config, blend=blend)))
     assert 0 < loader.stats()["most_held_bytes"] <= budget
+
+
+@pytest.mark.guarantee("9-budget-deadlocks")
+def test_windows_get_memory_where_a_phase_reads_samples_outside_of_blocks(
+    server: Running, tmp_path: Path
+) -> None:
+    """Samples that earlier phases left unread are in no block. Other datasets of the run are."""
+    in_flight_bytes = 4096
+    storage = replace(
+        storage_of(server, "obstore"), memory_bytes=8_000_000, max_in_flight_bytes=in_flight_bytes
+    )
+    config = replace(
+        config_of("stream", "s3:/", tmp_path, storage, samples=3000),
+        blend=["s3://data/web"],
+        phases=[
+            PhaseConfig(first_sample=800, blend=["s3://data/web", "s3://data/code"]),
+            PhaseConfig(first_sample=1600, sequence_length=16),
+        ],
+    )
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    segments = steps.by_segment(steps.positions(0), 0)
+    for (here, positions, start), only_blocks in zip(segments, (True, True, False), strict=True):
+        memory = plan_reading(here, start, storage.memory_bytes).memory
+        assert memory.block_datasets
+        assert (memory.fetch_bytes - memory.open_bytes == in_flight_bytes) == only_blocks
+        assert list(positions)
 
 
 @pytest.mark.guarantee("9-budget-deadlocks")
