@@ -70,7 +70,7 @@ def order_report(
     seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
     block_kib: Annotated[
-        int | None, typer.Option(help="KiB of a block of the stream order.")
+        int | None, typer.Option(help="KiB of a block of the stream order; default as in a run.")
     ] = None,
     plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
     as_json: AsJson = False,

@@ -217,9 +217,8 @@ def datasets_provider(
     """A provider for Megatron's `pretrain`, with what its command line has no arguments for.
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
-    bytes are fetched. shuffle_lanes, shuffle_block_bytes: of the stream order, as in DataConfig; lanes are otherwise
-    the smallest multiple of --global-batch-size of at least 512: name them if that size will
-    change. prefetch: micro-batches made ahead of the step.
+    bytes are fetched. shuffle_lanes, shuffle_block_bytes: of the stream order, as in DataConfig, whose default of
+    lanes goes by --global-batch-size: name them if that size will change. prefetch: micro-batches made ahead of the step.
     """
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:

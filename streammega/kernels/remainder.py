@@ -25,7 +25,7 @@ from streammega.kernels.stream import (
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py f65a9677
+# compiled with stream.py b69e7c7a
 
 INTERVAL = np.dtype(
     [

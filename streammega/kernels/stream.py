@@ -5,9 +5,11 @@ Cost of a sample: O(log datasets) multiplications and two short Feistel walks. O
 looked up.
 
 Three arguments describe an order. `tree`, a BlendTree of order/stream_order.py, says which dataset
-a lane draws from. `datasets` and `parts`, records as below, say how the epochs of a dataset are
-cut; the parts of all datasets are end to end in one array. `extra` is 1 if a sample has one token
-more than `length`, else 0. Samples count from the first one of the phase.
+a lane draws from: `segment` is the number of the phase in keys, `bases` [lanes, datasets] the draws
+before the phase minus the lane's share of the remainder. `datasets` and `parts`, records as below,
+say how the epochs of a dataset are cut; the parts of all datasets are end to end in one array.
+`extra` is 1 if a sample has one token more than `length`, else 0. Samples count from the first one
+of the phase.
 
 The remainder of open epochs, where a phase changes samples or lanes, is in remainder.py.
 """
@@ -20,6 +22,7 @@ import numpy as np
 from streammega.kernels.jit import kernel
 from streammega.kernels.keyed import GOLDEN, bounded, keyed, mix_one, permute, permute_back
 
+# A change here needs a new digest in remainder.py: see jit.py.
 # compiled with keyed.py 90779475
 
 DATASET = np.dtype(
@@ -48,7 +51,7 @@ PART = np.dtype(
     ],
     align=True,
 )
-"""Consecutive tokens of a file, which samples do not cross."""
+"""Consecutive tokens of a file, which samples do not cross: at least one sample."""
 RUN = np.dtype(
     [("item", np.int64), ("file", np.int64), ("start", np.int64), ("stop", np.int64)], align=True
 )

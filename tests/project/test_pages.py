@@ -340,7 +340,12 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("design", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
-    ("design", "a block (256 KiB by default)", stream_order.MAX_BLOCK_BYTES, 256 << 10),
+    (
+        "design",
+        "a block (256 KiB by default, less with more than 512 lanes)",
+        stream_order.MAX_BLOCK_BYTES,
+        256 << 10,
+    ),
     (
         "design",
         "while at most a seventh more is fetched than is used",
