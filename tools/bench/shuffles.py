@@ -18,6 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.cli.plotting import pyplot
 from streammega.order.quality import Places, shuffle_quality
+from streammega.order.stream_order import default_block_bytes, default_lanes
 from tools.bench import harness
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer, stream
 
@@ -25,6 +26,8 @@ TOTAL = 1 << 23
 LENGTH = 4096
 SAMPLE_BYTES = 2 * LENGTH
 BATCH = 1024
+GLOBAL_BATCH = 256
+"""By which lanes and blocks are chosen by default."""
 SHARD = 8192  # samples of a 64 MiB shard
 MiB = 1 << 20
 
@@ -61,19 +64,22 @@ def main() -> int:
             points[name].append((memory, row(name, memory, make()[: chosen.samples])))
         for lanes, block in ((1024, memory * MiB // 1024), (4096, memory * MiB // 4096)):
             if block >= SAMPLE_BYTES:
-                title = f"stream, {lanes} lanes, {block // 1024} KiB blocks"
-                starts = stream(
-                    TOTAL * LENGTH + 1,
-                    LENGTH,
-                    chosen.samples,
-                    lanes=lanes,
-                    shuffle_block_bytes=block,
-                )
-                drift = row(title, memory, starts // LENGTH)
+                drift = stream_row(lanes, block, chosen.samples)
                 points.setdefault(f"stream, {lanes} lanes", []).append((memory, drift))
+    lanes = default_lanes(GLOBAL_BATCH, None)
+    stream_row(lanes, default_block_bytes(lanes), chosen.samples, ", the default")
     if chosen.plot:
         plot(points, chosen.plot)
     return 0
+
+
+def stream_row(lanes: int, block_bytes: int, samples: int, note: str = "") -> float:
+    """Print the row of a stream order; returns the domain drift."""
+    starts = stream(
+        TOTAL * LENGTH + 1, LENGTH, samples, lanes=lanes, shuffle_block_bytes=block_bytes
+    )
+    title = f"stream, {lanes} lanes, {block_bytes // 1024} KiB blocks{note}"
+    return row(title, lanes * block_bytes // MiB, starts // LENGTH)
 
 
 def row(name: str, memory: int | None, places: Places) -> float:
