@@ -23,7 +23,7 @@ from streammega.cli.options import (
 )
 from streammega.cli.render import show_report
 from streammega.config import StorageConfig
-from streammega.config.validate import Flag, Ge, check_fields
+from streammega.config.validate import Flag, Ge, check_fields, parse_json
 from streammega.convert.options import (
     DOCUMENTS,
     INPUTS,
@@ -238,7 +238,7 @@ def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
                 f"'{name}=\"{value}\"' for the text"
             )
         try:
-            variables[name] = json.loads(value)
+            variables[name] = parse_json(value)
         except ValueError:
             variables[name] = value
     return variables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import numbers
 import operator
 import os
@@ -235,6 +236,16 @@ def field_docs(settings: type) -> dict[str, str]:
     return docs
 
 
+def parse_json(data: str | bytes) -> Any:
+    """The value of JSON that comes from outside. Raises ValueError, also where it is nested too deeply:
+    `json.loads` then raises RecursionError.
+    """
+    try:
+        return json.loads(data)  # noqa: TID251
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_toml(path: str, remedy: str) -> dict[str, Any]:
     """The content of a TOML file. remedy: what to do if it cannot be read. Raises ConfigError, which
     repeats no value of the file, for it may hold secrets.
@@ -243,7 +254,7 @@ def read_toml(path: str, remedy: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no valid TOML ({error})") from None
 
 

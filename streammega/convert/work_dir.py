@@ -27,6 +27,7 @@ import filelock
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
@@ -93,7 +94,7 @@ class WorkDir:
     def read_record(self, name: str) -> dict[str, Any] | None:
         """A JSON file; None if it is missing or damaged. Raises StorageError where storage fails."""
         try:
-            record: Any = json.loads(bytes(self.read(name)))
+            record: Any = parse_json(bytes(self.read(name)))
         except ValueError:
             return None
         except StorageError as error:

@@ -7,10 +7,10 @@ Where one of them is null (as in columns of a table), the other is used. Anythin
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from streammega.config.validate import parse_json
 from streammega.errors import FormatError
 
 ROLES = {
@@ -54,10 +54,10 @@ class Message:
 def load_record(data: bytes, where: str) -> Any:
     """A JSON record. Raises FormatError that names where it came from."""
     try:
-        return json.loads(data)
+        return parse_json(data)
     except UnicodeDecodeError as error:
         raise not_utf8(where, error) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FormatError(
             f"{where}: broken JSON ({error}); mend the line, or leave it out"
         ) from None

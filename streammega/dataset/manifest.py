@@ -363,7 +363,7 @@ def _check(manifest: Manifest, url: str) -> None:
 
 def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     """Raises FormatError for another kind of JSON, ValueError or DaciteError for damaged JSON."""
-    stored: Any = json.loads(raw, object_hook=_entry_or_dict)
+    stored: Any = json.loads(raw, object_hook=_entry_or_dict)  # noqa: TID251
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
         raise FormatError(
             f"{url}: is not a manifest that streammega convert wrote; name a manifest or the prefix "

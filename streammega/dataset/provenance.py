@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.storage import Store, open_store
 
@@ -379,7 +380,7 @@ class ProvenanceReader:
         try:
             trailer = TRAILER.pack(len(self._footer), MAGIC)
             metadata = pq.read_metadata(io.BytesIO(MAGIC + self._footer + trailer))
-            described = json.loads(metadata.metadata[METADATA_KEY])
+            described = parse_json(metadata.metadata[METADATA_KEY])
             version = described["version"]
             sizes = [size for size, _ in described["row_groups"]]
             checksums = [checksum for _, checksum in described["row_groups"]]

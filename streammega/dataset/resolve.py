@@ -268,6 +268,8 @@ def _shards_of_manifest(
 ) -> list[Shard]:
     """All shards of the manifest at `url`, in order, with what a listing says of them."""
     names = shard_names(check_counts(manifest, url), url)
+    if not names:
+        raise FormatError(f"{url}: lists no shards; convert again, or name another dataset")
     objects: Objects = {}
     if len(names) > MAX_LOOKED_UP and is_remote(url):
         objects = _list_objects(names, storage)

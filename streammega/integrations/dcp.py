@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from streammega.config.validate import parse_json
 from streammega.errors import StateError
 from streammega.order.state import KEYS
 
@@ -62,7 +63,7 @@ def read_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
             "another loader wrote it: leave it out of what is loaded, to begin at the first sample"
         )
     try:
-        read = json.loads(text)
+        read = parse_json(text)
     except ValueError:
         read = None
     if not isinstance(read, dict):

@@ -6,12 +6,12 @@ Works on the parsed arguments alone, without Megatron being installed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from streammega.config import Blend, DataConfig, StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError
 from streammega.order.split import SPLITS
 from streammega.storage.object_ops import read_if_exists
@@ -173,7 +173,7 @@ def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | No
 def _read_per_split(url: str, storage: StorageConfig) -> list[list[str] | None]:
     text = _read_text("--per-split-data-args-path", url, storage)
     try:
-        by_split = json.loads(text)
+        by_split = parse_json(text)
         words = [by_split[split] for split in SPLITS]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

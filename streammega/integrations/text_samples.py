@@ -5,7 +5,6 @@ TextStream.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import tarfile
 from collections import deque
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import FieldsConfig, StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage.file_system import open_file
@@ -187,7 +187,7 @@ def webdataset_texts(
         with open_file(url, storage or StorageConfig()) as file:
             try:
                 for data in _members(file, f".{field}"):
-                    yield json.loads(data)[key] if from_json else data.decode()
+                    yield parse_json(data)[key] if from_json else data.decode()
             except (tarfile.TarError, EOFError, KeyError, TypeError, ValueError) as error:
                 raise FormatError(
                     f"{url}: no texts in .{field} members of a tar: {type(error).__name__}: {error}"

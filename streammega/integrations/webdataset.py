@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import FieldsConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
@@ -261,7 +262,7 @@ class TextStream:
 
     def _check_identity(self, text: Any) -> None:
         try:
-            saved = json.loads(text)
+            saved = parse_json(text)
         except (TypeError, ValueError):
             raise StateError("identity of the state is no JSON; it is damaged") from None
         differences = describe_differences(saved, self._identity())
@@ -390,7 +391,7 @@ def parse_positions(text: Any) -> dict[int, TextPosition]:
     """What `format_positions` made. Raises StateError for a damaged text."""
     try:
         positions: dict[int, TextPosition] = {}
-        for lane, (shard, number, token, digest) in json.loads(text).items():
+        for lane, (shard, number, token, digest) in parse_json(text).items():
             counts = (shard, number, token)
             if any(type(count) is not int or count < 0 for count in counts):
                 raise ValueError("no counts")

@@ -16,6 +16,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+from streammega.config import MAX_SAMPLES
+from streammega.config.validate import parse_json
 from streammega.errors import StateError
 
 PHASES = "phases"
@@ -33,7 +35,7 @@ MAX_WHOLE_ENTRY = 100
 GROUPS = 8
 """Stretches of a list with a digest each, so that a mismatch says between which items it is."""
 GROUP_DIGITS = 5
-_DIGESTED = re.compile(r"(\d+) items: ([0-9a-f]{32}(?: [0-9a-f]+)+)")
+_DIGESTED = re.compile(r"([1-9]\d{0,17}) items: ([0-9a-f]{32}(?: [0-9a-f]+)+)")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -110,14 +112,14 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
         )
     consumed, offset = state["consumed_samples"], state["batch_offset"]
     for name, count in (("consumed_samples", consumed), ("batch_offset", offset)):
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= MAX_SAMPLES:
             raise StateError(f"{name} of the data state is {count!r}, not a count")
     if offset > consumed:
         raise StateError(
             f"batch_offset {offset} of the data state is more than its {consumed} consumed samples"
         )
     try:
-        order = json.loads(state["order"])
+        order = parse_json(state["order"])
     except (TypeError, ValueError):
         order = None
     if not isinstance(order, dict) or _digest(order) != state["fingerprint"]:
@@ -200,6 +202,10 @@ def _differences_of_digests(
     for item in current if isinstance(current, Mapping) else range(len(current)):
         name = names.get(f"{path}[{item}]")
         labels.append(str(item) if name is None else f"{item} ({name!r})")
+    if len(groups) != min(GROUPS, len(current)):
+        return [
+            f"{path}: of {len(current)} items, the checkpoint has other digests than a state has"
+        ]
     differing = []
     for digest, values, group in zip(groups, _groups(current), _groups(labels), strict=True):
         if digest != _digest(values)[:GROUP_DIGITS]:

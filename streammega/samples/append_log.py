@@ -20,6 +20,7 @@ from typing import Any
 import dacite
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, FormatError, StateError, UnsupportedOperation
 from streammega.storage import join_url, open_store
 from streammega.storage.object_ops import read_if_exists
@@ -122,7 +123,7 @@ class AppendLog:
         self._create(0, first)
         raw = read_if_exists(self._url_of(0), self._storage)
         written = self._parse(raw or b"", 0).get("run")
-        if written != json.loads(json.dumps(dict(run))):
+        if written != json.loads(json.dumps(dict(run))):  # noqa: TID251
             raise ConfigError(
                 f"{self.url}: is the log of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.log_url"
@@ -159,8 +160,8 @@ class AppendLog:
 
     def _parse(self, raw: bytes, sample: int) -> dict[str, Any]:
         try:
-            stored: Any = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            stored: Any = parse_json(raw)
+        except ValueError as error:
             raise self._damaged(sample, str(error)) from None
         if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
             raise self._damaged(sample, "it is not of this format")

@@ -56,6 +56,10 @@ SIZE_WORDS = 2
 """Words of an entry that are sizes: the compressed one, then the decompressed one."""
 MAX_FRAMES = 0x8000000
 """The format allows no more: a larger number shows that this is not a table."""
+MAX_FRAME_BYTES = 1 << 27
+"""Decompressed bytes of a frame that is read: one that is wanted in part needs a buffer of its size.
+A few bytes of a table may claim 4 GiB, and so may a small frame of zeros.
+"""
 TABLE_GUESS_BYTES = 1 << 14
 """Bytes that are read from the end of a small zstd object. They hold its table."""
 
@@ -155,6 +159,12 @@ def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[Integer
     # Two arrays, each contiguous: they are searched for each read.
     compressed = _ends_of(entries[:, 0])
     decompressed = _ends_of(entries[:, 1])
+    largest = int(entries[:, 1].max(initial=0))
+    if largest > MAX_FRAME_BYTES:
+        raise FormatError(
+            f"{url}: a frame has {largest:,} bytes, and frames of up to {MAX_FRAME_BYTES:,} are read; "
+            f"write it again with smaller frames"
+        )
     frame_bytes = compressed[-1]
     before_table = size - len(table)
     if frame_bytes != before_table:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store, open_store
 from streammega.storage.object_ops import read_object
@@ -156,7 +157,7 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
     records = []
     for line in text.splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except ValueError:
             continue  # torn by a kill; its step was written again
     return records

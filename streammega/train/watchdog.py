@@ -130,7 +130,7 @@ class StatusStore:
                 known = [rank for rank in known if client.check([_status_key(rank)])]
             # One request: there may be a thousand ranks.
             values = client.multi_get([_status_key(rank) for rank in known]) if known else []
-        statuses = [RankStatus(*json.loads(value)) for value in values]
+        statuses = [RankStatus(*json.loads(value)) for value in values]  # noqa: TID251
         return dict(zip(known, statuses, strict=True))
 
     def report_failure(self, failure: Failure) -> None:
@@ -143,7 +143,7 @@ class StatusStore:
         """The first failure of any rank, if there was one."""
         with self._connection() as client:
             # `get` alone would wait until there is one.
-            return Failure(*json.loads(client.get(CAUSE))) if client.check([CAUSE]) else None
+            return Failure(*json.loads(client.get(CAUSE))) if client.check([CAUSE]) else None  # noqa: TID251
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Store]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +336,13 @@ def test_damaged_manifests_are_named(tmp_path: Path, name: str) -> None:
     text, message = MANIFESTS[name]
     (tmp_path / "x.manifest.json").write_text(text)
     with pytest.raises(FormatError, match=message):
+        IndexedDataset(str(tmp_path / "x.manifest.json"))
+
+
+def test_a_manifest_without_shards_is_no_dataset(sets: Path, tmp_path: Path) -> None:
+    manifest = json.loads((sets / "bin.manifest.json").read_text()) | {"shards": []}
+    (tmp_path / "x.manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(FormatError, match="lists no shards"):
         IndexedDataset(str(tmp_path / "x.manifest.json"))
 
 

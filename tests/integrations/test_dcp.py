@@ -121,6 +121,7 @@ def test_missing_and_foreign_states_are_refused_in_words(
             (foreign, r"it has: dp_rank_0, world_size"),
             ({"streammega_state": 7}, "has no 'streammega_state'"),
             ({"streammega_state": "{"}, "is damaged"),
+            ({"streammega_state": "[" * 100_000}, "is damaged"),
             ({"streammega_state": "[]"}, "is damaged"),
             ({"streammega_state": "{}"}, "the data state is empty"),
         ):

@@ -216,6 +216,8 @@ def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
             (state | {"consumed_samples": True}, "it is damaged"),
             (state | {"batch_offset": -1}, "it is damaged"),
             (state | {"identity": "{"}, "it is damaged"),
+            (state | {"identity": "[" * 100_000}, "it is damaged"),
+            (state | {"positions": "[" * 100_000}, "it is damaged"),
             (stream_of(shards, seed=3).state_dict(), "seed: the checkpoint has 3, this run null"),
             (stream_of(corpus([1])).state_dict(), "num_shards: the checkpoint has 1, this run 2"),
         ):

@@ -181,12 +181,26 @@ def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
         ({**make_state(IDENTITY, 3), "order": []}, "damaged"),
         ({**make_state(IDENTITY, 3), "order": "{"}, "damaged"),
         ({**make_state(IDENTITY, 3), "batch_offset": 4}, "more than its 3"),
+        ({**make_state(IDENTITY, 3), "order": "[" * 100_000}, "damaged"),
+        ({**make_state(IDENTITY, 3), "consumed_samples": 10**30}, "not a count"),
         ([1, 2], "is a list"),
     ],
 )
 def test_states_that_are_none_are_refused(state: dict[str, object], message: str) -> None:
     with pytest.raises(StateError, match=message):
         parse_state(state)
+
+
+@pytest.mark.parametrize(
+    "digests", ["0 items: {0}", "500 items: {0}", f"{'9' * 5000} items: {{0}}"]
+)
+def test_a_signed_state_with_forged_digests_is_refused(digests: str) -> None:
+    forged = {**IDENTITY, "datasets": digests.format(f"{'a' * 32} 12345")}
+    current = {**IDENTITY, "datasets": list(range(500))}
+    with pytest.raises(StateError, match="datasets: "):
+        parse_state(make_state(forged, 3)).check(current)
+    with pytest.raises(StateError, match="datasets: "):
+        parse_state(make_state(forged, 3)).check({**IDENTITY, "datasets": []})
 
 
 @pytest.mark.guarantee("states-many-datasets")

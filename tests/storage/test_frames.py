@@ -79,6 +79,14 @@ def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 
 
+def test_a_frame_that_claims_gigabytes_is_refused_before_they_are_allocated() -> None:
+    sizes = np.array([[9, 100], [9, 3 << 30]], "<u4")
+    body = sizes.tobytes() + seekable_zstd.FOOTER.pack(2, 0, seekable_zstd.SEEKABLE)
+    table = seekable_zstd.HEADER.pack(seekable_zstd.SKIPPABLE, len(body)) + body
+    with pytest.raises(FormatError, match="a frame has 3,221,225,472 bytes"):
+        seekable_zstd.parse_table(table, 18 + len(table), "x.bin.zst")
+
+
 @pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_damaged_frame_is_named_by_its_place() -> None:
     frames, stored, whole = framed(SIZES)

@@ -240,6 +240,7 @@ DAMAGE = {
     "name-of-the-table": flip_and_hide(f'"{CHECKSUMS}"', '"checksumr"'),
     "name-of-the-checksum": flip_and_hide(f'"{CHECKSUM}"', '"checksul"'),
     "no-checksums": remove_checksums,
+    "a-record-nested-deeply": lambda record: record.write_text("[" * 100_000),
 }
 
 

@@ -111,6 +111,25 @@ def test_an_object_that_is_renewed_is_another_jobs(bucket: tuple[Store, Objects]
         ObjectLock(OvertakenStore(store, objects, "read", 2), KEY)
 
 
+@pytest.mark.parametrize("pid", ["7", "x", "self\0", [7], None, 1e400])
+def test_a_lock_whose_process_is_no_number_is_watched_as_any_other(
+    bucket: tuple[Store, Objects], pid: Any
+) -> None:
+    store, objects = bucket
+    first = ObjectLock(store, KEY)
+    record = json.loads(objects[KEY])
+    first.release()
+    objects[KEY] = json.dumps(record | {"pid": pid}).encode()
+    ObjectLock(store, KEY).release()
+
+
+def test_a_lock_that_is_no_record_is_taken_over(bucket: tuple[Store, Objects]) -> None:
+    store, objects = bucket
+    for text in ("[" * 100_000, "[]", "\xff"):
+        objects[KEY] = text.encode("latin-1")
+        ObjectLock(store, KEY).release()
+
+
 @pytest.mark.guarantee("job-time-trains")
 @pytest.mark.parametrize("is_gone", [False, True], ids=["this-process", "gone"])
 def test_a_job_that_has_ended_on_this_machine_is_not_waited_for(

@@ -307,6 +307,8 @@ RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nse
     ("text", "message"),
     [
         ("x = [", "no valid TOML"),
+        (f"x = {'[' * 9999}", "no valid TOML"),
+        (f"x = {'9' * 9999}", "no valid TOML"),
         ("[data]\nblend='a'\nsequence_length=1", "no .model. section"),
         (f"{RUN_WITH}[data.phases]\nfirst_sample=8", "write \\[\\[data.phases\\]\\] before each"),
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),

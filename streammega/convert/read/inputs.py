@@ -5,7 +5,6 @@ it is left out.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import FORMAT_READ_AS, format_of
 from streammega.convert.read.selection import (
@@ -341,7 +341,7 @@ def _loader_index(data: bytes) -> tuple[str, set[str]] | None:
     index of neither.
     """
     try:
-        index: Any = json.loads(data)
+        index: Any = parse_json(data)
         shards, chunks = index.get("shards"), index.get("chunks")
         # our manifests list shards, too
         if isinstance(shards, list) and index.get("format") != MANIFEST_FORMAT:
@@ -357,7 +357,7 @@ def _loader_index(data: bytes) -> tuple[str, set[str]] | None:
 def _shard_names(data: bytes) -> list[str]:
     """The shards that a manifest lists; none of one that is damaged, which its reader will say."""
     try:
-        manifest: Any = json.loads(data)
+        manifest: Any = parse_json(data)
         return [str(shard["name"]) for shard in manifest["shards"]]
     except (ValueError, TypeError, KeyError):
         return []

@@ -6,7 +6,6 @@ Pickles are refused.
 from __future__ import annotations
 
 import io
-import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import decompress
@@ -36,7 +36,7 @@ SUFFIX_OF_MDS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
 MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
     "bytes": bytes,
-    "json": json.loads,
+    "json": parse_json,
 }
 WORD_BYTES = 4
 """Bytes of a count, a size or an offset in the shards of both: uint32, little-endian."""
@@ -44,7 +44,7 @@ WORD_BYTES = 4
 
 def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
-    index: Any = json.loads(_read(source, "index.json")[1])
+    index: Any = parse_json(_read(source, "index.json")[1])
     for shard in index["shards"]:
         if shard.get("format") != "mds":
             raise ConvertError(
@@ -67,7 +67,7 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
 def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     """Items of a folder of litdata chunks: arrays, texts, or dicts of them."""
     folder = source.path
-    index: Any = json.loads(_read(source, "index.json")[1])
+    index: Any = parse_json(_read(source, "index.json")[1])
     config = index["config"]
     if config.get("encryption"):
         raise ConvertError(f"{folder}: is encrypted; decrypt it with litdata first")
@@ -250,10 +250,10 @@ def _litdata_names(spec: str | None) -> list[str]:
     """The keys of a flat dict, from its pytree description; none for a single value."""
     if not spec:
         return []
-    described: Any = json.loads(spec)
+    described: Any = parse_json(spec)
     if not isinstance(described, list) or len(described) != 2:
         return []
     _protocol, tree = described  # as torch's treespec_dumps writes it
     if not str(tree.get("type", "")).endswith("dict"):
         return []
-    return [str(name) for name in json.loads(tree["context"])]
+    return [str(name) for name in parse_json(tree["context"])]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config.validate import parse_json
 from streammega.convert.tokenize.chat_templates import DATE, ChatTemplate, Rendered, SpecialTokens
 from streammega.convert.tokenize.tokenizer_files import (
     CONFIG,
@@ -319,7 +320,7 @@ def as_option(template: ChatTemplate) -> str:
 def _resolved(text: str) -> ChatTemplate | None:
     """A template that `as_option` made text of; None for other text, a template itself perhaps."""
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except ValueError:
         return None
     if isinstance(fields, dict) and set(fields) == {"name", "source", "variables"}:

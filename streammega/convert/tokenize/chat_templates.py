@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
@@ -480,7 +481,7 @@ def _tools(record: Any, where: str) -> Any:
     tools = record.get("tools") if isinstance(record, dict) else None
     if isinstance(tools, str):  # as tables hold them
         try:
-            tools = json.loads(tools) if tools.strip() else None
+            tools = parse_json(tools) if tools.strip() else None
         except ValueError:
             raise FormatError(
                 f"{where}: 'tools' is text, and not JSON; give a list of schemas"

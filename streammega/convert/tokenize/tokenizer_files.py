@@ -7,11 +7,11 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
-import json
 import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from streammega.config.validate import parse_json
 from streammega.errors import ConvertError, ObjectNotFoundError
 
 GPT2_END = "<|endoftext|>"
@@ -210,7 +210,7 @@ def _read_json(tokenizer: str | None, name: str) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise ConvertError(f"{tokenizer}: {name} in its folder is broken JSON ({error})") from None
     return content if isinstance(content, dict) else {}

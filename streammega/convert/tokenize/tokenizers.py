@@ -255,7 +255,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        described: dict[str, Any] = json.loads(self.model.to_str())
+        described: dict[str, Any] = json.loads(self.model.to_str())  # noqa: TID251
         return described
 
     @property

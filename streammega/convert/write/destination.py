@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import read_manifest
@@ -257,7 +258,7 @@ class Reservation:
                 data = read_if_exists(self._url, self._storage)
                 if data is None:
                     return None
-                stored = json.loads(data)
+                stored = parse_json(data)
                 if isinstance(stored, dict) and isinstance(stored.get("job"), str):
                     return stored
             except (ObjectChangedError, ValueError):

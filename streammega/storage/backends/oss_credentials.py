@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 from streammega.storage.fork_lock import process_lock
 
@@ -238,7 +238,7 @@ def _environment_key(bucket: str) -> OssKey:
 def _load_json(open_source: Callable[[], Any], where: str) -> Any:
     try:
         with open_source() as file:
-            return json.load(file)
+            return parse_json(file.read())
     except (OSError, ValueError) as error:
         raise AccessDeniedError(
             f"oss://: {where}: the credentials cannot be read ({type(error).__name__})"

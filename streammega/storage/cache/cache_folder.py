@@ -32,6 +32,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from streammega.config.validate import parse_json
 from streammega.storage.atomic_file import write_file
 from streammega.storage.cache.chunk_file import (
     OPEN_FLAGS,
@@ -273,7 +274,7 @@ def entries(folder: Path) -> list[Entry]:
 
 def _entry(folder: Path) -> Entry:
     """Describe the object of a folder. Raises OSError, ValueError, KeyError, TypeError."""
-    about = json.loads((folder / "object.json").read_bytes())
+    about = parse_json((folder / "object.json").read_bytes())
     size = int(about["size"])
     chunk_bytes = int(about["chunk_bytes"])
     if size < 0 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:

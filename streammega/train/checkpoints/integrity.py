@@ -70,7 +70,7 @@ def _checksum_of_position(position: Mapping[str, Any]) -> str:
     """The checksum of the values of a position, whatever the spaces and the order of names in a file."""
     checked = {name: value for name, value in position.items() if name != CHECKSUM}
     # Through JSON first: keys that are numbers become text, as in the file, before they are sorted.
-    as_read = json.loads(json.dumps(checked))
+    as_read = json.loads(json.dumps(checked))  # noqa: TID251
     text = json.dumps(as_read, sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import filelock
 
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
 from streammega.storage.object_ops import read_object
@@ -190,7 +191,7 @@ class ObjectLock:
         """The record in the object; None where there is no object, or no record in it."""
         try:
             data, self._etag = read_object(self._store, self._key)
-            record = json.loads(data)
+            record = parse_json(data)
         except ObjectNotFoundError:
             self._etag = ""
             return None
@@ -230,7 +231,9 @@ def _is_over(record: dict[str, Any]) -> bool:
     system = _system()
     if not system or record.get("system") != system:
         return False
-    pid = int(record.get("pid") or 0)
+    pid = record.get("pid")
+    if type(pid) is not int:
+        return False
     return pid == os.getpid() or _start_time(pid) != record.get("started")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
+from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store, join_url, open_store
 from streammega.storage.backends.local import LocalStore, PreadStore
@@ -214,7 +215,7 @@ class CheckpointStore:
         """
         url = self._record_url(name)
         try:
-            record = json.loads(self._files.read(f"{name}.json"))
+            record = parse_json(self._files.read(f"{name}.json"))
         except ValueError as error:
             raise DamagedError(f"{url}: cannot be read ({error})") from None
         folder = record.get("files") if isinstance(record, dict) else None

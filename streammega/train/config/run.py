@@ -213,7 +213,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *sections, last = name.split(".")
     for section in sections:
