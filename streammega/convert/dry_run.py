@@ -4,6 +4,7 @@ an estimate by a sample.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of
 from streammega.convert.read.formats import FORMATS
+from streammega.convert.read.inputs import Inputs, input_names
 from streammega.convert.read.source import Input, Skipped
 from streammega.convert.read.stdin import is_pipe
 from streammega.convert.run import plan
@@ -55,7 +57,9 @@ class Sample:
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-def plan_conversion(inputs: Sequence[str], output: str, **arguments: Any) -> dict[str, Any]:
+def plan_conversion(
+    inputs: Inputs, output: str | os.PathLike[str], **arguments: Any
+) -> dict[str, Any]:
     """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is
     read.
 
@@ -63,6 +67,7 @@ def plan_conversion(inputs: Sequence[str], output: str, **arguments: Any) -> dic
     inputs. Raises what `convert` would raise before its first document, and for the documents of
     the sample.
     """
+    inputs, output = input_names(inputs), os.fspath(output)
     for name in inputs:
         if is_pipe(name):
             raise ConfigError(

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.inputs import describe_inputs, find_inputs
+from streammega.convert.read.inputs import Inputs, describe_inputs, find_inputs, input_names
 from streammega.convert.read.selection import OwnOutput, SkippedFiles
 from streammega.convert.read.stdin import (
     is_pipe,
@@ -103,8 +103,8 @@ class TaskReport:
 
 
 def convert(
-    inputs: Sequence[str],
-    output: str,
+    inputs: Inputs,
+    output: str | os.PathLike[str],
     *,
     options: ConvertOptions | None = None,
     execution: ExecutionConfig | None = None,
@@ -122,7 +122,8 @@ def convert(
     manifest, written last, lists the shards.
 
     Args:
-        inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; see `find_inputs`.
+        inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; a list of them, or
+            a single one. See `find_inputs`.
         output: prefix to write, a path or URL.
         options: or its fields by name (`tokenizer="tok.json"`, `text_key="text"`, ...): see
             ConvertOptions.
@@ -137,6 +138,7 @@ def convert(
     began = time.monotonic()
     options, execution = merge_settings(options, execution, settings)
     storage = storage or StorageConfig()
+    inputs, output = input_names(inputs), os.fspath(output)
     check_output(output)
     with ExitStack() as stack:
         pipes: dict[str, str] = {}
@@ -176,7 +178,9 @@ def convert(
         return replace(report, messages=messages)
 
 
-def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: Any) -> TaskReport:
+def convert_task(
+    inputs: Inputs, output: str | os.PathLike[str], task: Task, **arguments: Any
+) -> TaskReport:
     """Do one task's share of a conversion; `merge_tasks` makes the dataset.
 
     All tasks, and what merges, are given the same inputs, output, options and work folder (of the
@@ -202,7 +206,7 @@ def convert_task(inputs: Sequence[str], output: str, task: Task, **arguments: An
     )
 
 
-def merge_tasks(inputs: Sequence[str], output: str, **arguments: Any) -> ConvertReport:
+def merge_tasks(inputs: Inputs, output: str | os.PathLike[str], **arguments: Any) -> ConvertReport:
     """Make the dataset of what tasks did: `convert`, which does none of their work.
 
     Arguments are those of `convert`. Raises ConvertError where some of the work is not done.
@@ -216,8 +220,11 @@ def merge_tasks(inputs: Sequence[str], output: str, **arguments: Any) -> Convert
         return _make_report(conversion, written, manifest, time.monotonic() - began)
 
 
-def _plan_of_tasks(inputs: Sequence[str], output: str, arguments: dict[str, Any]) -> Conversion:
+def _plan_of_tasks(
+    inputs: Inputs, output: str | os.PathLike[str], arguments: dict[str, Any]
+) -> Conversion:
     """A planned conversion. Raises ConfigError for what several processes cannot share."""
+    inputs, output = input_names(inputs), os.fspath(output)
     check_output(output)
     if any(is_pipe(name) for name in inputs):
         raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
@@ -343,9 +350,9 @@ def merge_settings(
     for name, value in settings.items():
         if name == "text_key":
             of_options["text_keys"] = (value,)
-        elif name in ConvertOptions.__dataclass_fields__:
+        elif name in {field.name for field in fields(ConvertOptions)}:
             of_options[name] = value
-        elif name in ExecutionConfig.__dataclass_fields__:
+        elif name in {field.name for field in fields(ExecutionConfig)}:
             of_execution[name] = value
         else:
             raise ConfigError(unknown_setting(name, ConvertOptions, ExecutionConfig))

@@ -24,8 +24,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.cli.plotting import find_restarts, latest_records, smooth, sparkline
-from streammega.convert import ConvertReport, convert
+from streammega.convert import ConvertReport, convert, convert_task, merge_tasks
+from streammega.convert.dry_run import plan_conversion
 from streammega.convert.read.compression import open_stream
+from streammega.convert.run import Task
 from streammega.convert.tokenize import tokenizers
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
 from streammega.storage.backends.local import LocalWriter, local_error
@@ -285,6 +287,22 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
     assert list(tmp_path.glob("*x*")) in ([], [tmp_path / "xdg-cache"])
+
+
+@pytest.mark.parametrize("name", [str, Path])
+def test_a_single_input_needs_no_list_and_names_may_be_paths(
+    name: type[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a name read as a list of characters would find "." here
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("another")
+    source, output = name(tmp_path / "a.txt"), name(tmp_path / "out")
+    assert plan_conversion(source, output, tokenizer="bytes")["documents"] == 1
+    for given in (source, [source]):
+        assert convert(given, output, tokenizer="bytes", overwrite=True).documents == 1
+    task = Task(number=0, of=1)
+    assert convert_task(source, name(tmp_path / "task"), task, tokenizer="bytes").documents == 1
+    assert merge_tasks(source, name(tmp_path / "task"), tokenizer="bytes").documents == 1
 
 
 def test_misspelled_commands_and_options_are_usage_errors() -> None:

@@ -224,6 +224,17 @@ def test_a_record_of_an_array_is_measured_without_what_follows_it(end: str, tmp_
         convert([str(source)], str(tmp_path / "no"), tokenizer="bytes", max_record_bytes=size - 1)
 
 
+def test_a_cell_that_is_too_large_is_no_missing_quote(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\nfirst\n" + "a" * 200 + "\nlast\n")
+    with pytest.raises(ConvertError, match=r"in\.csv:3: the record is larger than max_record_byte"):
+        convert(
+            [str(tmp_path / "in.csv")],
+            str(tmp_path / "no"),
+            tokenizer="bytes",
+            max_record_bytes=100,
+        )
+
+
 def test_rows_of_csv_are_measured_in_bytes(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('text\n"' + "漢字\n" * 20 + '"\nnext\n', encoding="utf-8")
     done = convert(

@@ -49,18 +49,20 @@ from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
+Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Names of inputs. A single one needs no list."""
 DATASETS = "streammega datasets among files of other formats"
 NOT_IN_INDEX = "next to shards whose index does not name them"
 
 
 def find_inputs(
-    inputs: Sequence[str],
+    inputs: Inputs,
     storage: StorageConfig | None = None,
     options: ConvertOptions | None = None,
     skipped: SkippedFiles | None = None,
     own_output: OwnOutput | None = None,
 ) -> list[Input]:
-    """Input files in a fixed order: as given, globs and folders in the order of the names of their
+    """Input files in a fixed order: as named, globs and folders in the order of the names of their
     files, `@list` files line by line. A file with several names is read once, by its first.
 
     What is there by the very name is taken before that is read as a glob. What is left out is
@@ -76,7 +78,7 @@ def find_inputs(
     if skipped is None:
         skipped = SkippedFiles()
     files: list[Input] = []
-    for item in expand_lists(inputs):
+    for item in expand_lists(input_names(inputs)):
         with _plain_errors(item, storage):
             files += _inputs_of(item, storage, options, skipped, own_output)
     if not files:
@@ -107,6 +109,12 @@ def describe_inputs(inputs: Sequence[Input]) -> list[dict[str, Any]]:
         {"path": redact_urls(item.path), "format": item.format, "bytes": item.size}
         for item in inputs
     ]
+
+
+def input_names(inputs: Inputs) -> list[str]:
+    """Inputs as strings: without this, a single string would be read as a list of characters."""
+    names = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
+    return [os.fspath(name) for name in names]
 
 
 def expand_lists(inputs: Sequence[str]) -> Iterator[str]:

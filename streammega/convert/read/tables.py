@@ -161,6 +161,8 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                     source.fault("broken record", message)
                 line = rows.line_num + 1
         except csv.Error as error:
+            if "field limit" in str(error):
+                raise ConvertError(too_large(f"{path}:{line}", source.options)) from None
             raise ConvertError(
                 f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what "
                 f"comes after it cannot be read"
