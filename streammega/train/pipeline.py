@@ -77,7 +77,13 @@ class Pipeline:
             schedule.eval(*arguments, **options, **keywords)
 
     def _schedule(self, num_micro_batches: int, length: int) -> Any:
-        """torch's schedule for so many micro-batches, made once."""
+        """torch's schedule for so many micro-batches, made once.
+
+        A schedule for another placement of stages changes three places: this one, `ParallelModel`,
+        which gives rank r the stages r, r + pp, ..., and `check_layout`, which knows the numbers of
+        micro-batches that fit. BucketedDataParallel counts one gradient of each parameter a
+        micro-batch by its hook, which schedules that split the backward (zero bubble) do not call.
+        """
         key = num_micro_batches, length
         if key not in self._schedules:
             if length not in self._stages:
@@ -90,6 +96,9 @@ class Pipeline:
             else:
                 schedule = Schedule1F1B(stages[0], num_micro_batches, **options)
             self._schedules[key] = schedule
+        for stage in self._stages[length]:
+            # torch keeps the number of the schedule that was initialised last; stages are shared
+            stage.chunks = num_micro_batches
         return self._schedules[key]
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -60,13 +60,23 @@ LONGER = [
     # after two steps: twice as long, in other lanes and half the batches
     "data.phases=[{first_sample=32, sequence_length=32, shuffle_lanes=512, global_batch_size=8}]",
 ]
+HALF_AND_BACK = [
+    "data.phases=[{first_sample=32, global_batch_size=8}, {first_sample=40, global_batch_size=16}]",
+]
 VARIANTS: dict[str, list[str]] = {
     "plain": [],
     "documents": DOCUMENTS,
     "longer": LONGER,
     "longer documents": LONGER + DOCUMENTS,
+    "half and back": HALF_AND_BACK,
 }
-SMALLEST_BATCH = {"plain": 16, "documents": 16, "longer": 8, "longer documents": 8}
+SMALLEST_BATCH = {
+    "plain": 16,
+    "documents": 16,
+    "longer": 8,
+    "longer documents": 8,
+    "half and back": 8,
+}
 """Samples of the smallest global batch of each variant."""
 
 
@@ -284,6 +294,16 @@ def test_one_loss_where_a_phase_has_longer_samples(
     steps: int,
 ) -> None:
     compare(gang, folder, alone, variant, layout, [], steps)
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], pytest.param(["parallel.virtual_pipeline_stages=2"], marks=pytest.mark.soak)]
+)
+def test_one_loss_where_the_batch_size_falls_and_comes_back(
+    gang: Gang, folder: Path, alone: dict[Any, Any], overrides: list[str]
+) -> None:
+    """Schedules of different numbers of micro-batches share their pipeline stages."""
+    compare(gang, folder, alone, "half and back", (1, 1, 1, 2), overrides, SOON_STEPS)
 
 
 @pytest.mark.guarantee("over-change-length")
