@@ -40,7 +40,7 @@ Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
 
 class ProcessInfo(NamedTuple):
     """This process among those of the job. local_rank: on its host; None where no launcher sets it.
-    local_world_size: processes on its host, if torchrun started them.
+    local_world_size: processes on its host, if torchrun started them; else 1.
     """
 
     rank: int
@@ -121,16 +121,21 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, str]:
     """The device of this rank, and the backend of the job as init_process_group takes it.
 
-    "auto" takes CUDA where there is a GPU for every rank of the host, else the CPU. Raises
-    ConfigError for what cannot work.
+    "auto" takes CUDA where there is a GPU for every rank of the host, else the CPU. Only torchrun
+    says how many ranks a host has. Those of srun and mpirun may share a GPU, which NCCL refuses.
+    Raises ConfigError for what cannot work.
     """
     train = config.train
     parallel = config.parallel
     on_cpu = torch.device("cpu"), "gloo"
+    host = socket.gethostname()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if train.device == "cpu" or (train.device == "auto" and num_gpus == 0):
+        if train.backend == "nccl":
+            raise ConfigError(
+                f"train.backend = nccl, but {host} has no GPU: set train.backend = auto"
+            )
         return on_cpu
-    host = socket.gethostname()
     if num_gpus == 0:
         raise ConfigError(
             f"train.device = cuda, but torch.cuda.is_available() is False on {host}: "
@@ -159,7 +164,12 @@ def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, 
     if train.backend != "gloo" and dist.is_nccl_available():
         # gloo too: messages about checkpoints are in the host's memory.
         return device, "cpu:gloo,cuda:nccl"
-    # It would read CUDA's memory as the host's.
+    if train.backend == "nccl":
+        raise ConfigError(
+            f"train.backend = nccl, but this torch has no NCCL on {host}: install one that has, or "
+            f"set train.backend = auto"
+        )
+    # with CUDA tensors gloo does broadcast and all_reduce only: torch.distributed's table of backends
     is_sharded = parallel.optimizer == "sharded"
     if process.world_size > 1 and (max(parallel.tp, parallel.pp) > 1 or is_sharded):
         raise ConfigError(

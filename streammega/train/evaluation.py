@@ -44,7 +44,9 @@ def evaluate_all(
 ) -> dict[str, Any]:
     """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}.
 
-    Collective over all ranks. progress: called before each global batch.
+    Collective over all ranks. progress: called before each global batch. The trainer adds the
+    entries to the step's record: `RunLog.write` logs each step that has one whose name begins with
+    "valid_loss", and `streammega plot` draws both (`FIELDS` in cli/plotting.py).
     """
     record: dict[str, Any] = {}
     if has_valid(config.data):

@@ -59,7 +59,7 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
         self.context: ContextParallel | None = None
         self.recomputed = 0
-        """The first so many layers keep only their input for backward, and compute activations again."""
+        """The first so many layers of this stage keep only their input for backward, and compute activations again."""
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """(name, first values) of each parameter, one at a time: matrices are drawn, norms begin
@@ -141,7 +141,7 @@ class GPT(nn.Module):
     def recompute(self, layers: int | str) -> None:
         """Compute activations again in backward.
 
-        layers: "full": of all; "none": of none; or of the first so many.
+        layers: "full": of all; "none": of none; or of the first so many of this stage.
         """
         named = {"none": 0, "full": len(self.blocks)}
         self.recomputed = named[layers] if isinstance(layers, str) else layers

@@ -15,7 +15,11 @@ from streammega.train.config import RunConfig, TrainConfig
 def make_optimizer(
     chunks: Sequence[nn.Module], train: TrainConfig, *, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters of all stages, each once. Vectors have no weight decay."""
+    """AdamW over the parameters of all stages, each once. Vectors have no weight decay.
+
+    Groups may change between runs: checkpoints hold tensors by the name of the parameter, no groups
+    or settings. The trainer sets `lr` of every group in each step.
+    """
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}.values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},

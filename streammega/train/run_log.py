@@ -159,7 +159,7 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
         try:
             records.append(parse_json(line))
         except ValueError:
-            continue  # torn by a kill; its step was written again
+            continue  # torn by a kill; a resumed run has written its step again
     return records
 
 

@@ -30,7 +30,10 @@ TENSOR = "tp"
 
 def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     """The mesh of this rank's pipeline stage, of the groups of `ranks`: [dp-cp], or [dp-cp, tp] with
-    tensor parallelism.
+    tensor parallelism. `make_stages` gives the first to fully_shard, the second to tensor parallelism.
+
+    `ranks.group` gives no group where this rank is alone, and knows the names of GROUPS in
+    parallel/groups.py.
     """
     data_group = ranks.group(DATA) or _group_of_one(ranks.rank)
     tensor_group = ranks.group(TENSOR)
@@ -38,7 +41,7 @@ def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA,))
     layout = ranks.layout
     of_stage = layout.grid(("pp", "dp", "cp", "tp"))[ranks.at["pp"]].reshape(-1, layout.tp)
-    # torch sorts the ranks of a group
+    # torch sorts the ranks of a group; with another rank_order rows of the grid need not ascend
     of_stage = np.sort(of_stage, axis=0)
     return DeviceMesh.from_group(
         [data_group, tensor_group],

@@ -468,6 +468,14 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
 
 
 @pytest.mark.guarantee("rewind-done-once")
+def test_a_rewind_that_is_refused_moves_no_checkpoint(run_file: str, folder: Path) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(StateError):
+        resumed(run_file, "train.resume_from_step=2", "model.dim=64").close()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.guarantee("rewind-done-once")
 def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(
     run_file: str, folder: Path
 ) -> None:

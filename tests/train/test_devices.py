@@ -85,6 +85,15 @@ def test_without_nccl_cuda_takes_gloo(run_file: str, monkeypatch: pytest.MonkeyP
     assert pick_device(FIRST, run_with(run_file)) == (torch.device("cuda", 0), "gloo")
 
 
+@pytest.mark.parametrize("settings", [[], ["parallel.tp=2"]])
+def test_nccl_that_was_asked_for_and_is_missing_is_named(
+    settings: list[str], run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(monkeypatch, 2, has_nccl=False)
+    with pytest.raises(ConfigError, match=r"train.backend = nccl, but this torch has no NCCL"):
+        pick_device(FIRST, run_with(run_file, "train.backend=nccl", *settings))
+
+
 def test_more_ranks_than_gpus_train_on_the_cpu_with_one_warning(
     run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +115,7 @@ def test_more_ranks_than_gpus_train_on_the_cpu_with_one_warning(
             r"2 ranks on a have 1 GPU, and NCCL takes one rank for each: start as many ranks as there",
         ),
         (SECOND, 1, ["train.backend=nccl"], r"2 ranks on a have 1 GPU"),
+        (SECOND, 0, ["train.backend=nccl"], r"train.backend = nccl, but a has no GPU: set"),
         (SECOND, 0, ["train.device=cuda"], r"torch.cuda.is_available\(\) is False on a"),
         (
             WITHOUT_LOCAL_RANK,

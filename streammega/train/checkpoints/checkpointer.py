@@ -178,7 +178,7 @@ class Checkpointer:
         """
         damaged: list[int] = []
         last_error: DamagedError | None = None
-        oldest_first = self._rank_sync.run_on_first(lambda: self._choose(rewind))
+        oldest_first, rewound = self._rank_sync.run_on_first(lambda: self._choose(rewind))
         for step in reversed(oldest_first):
             try:
                 position = self._load(step, model, optimizer, accept)
@@ -192,8 +192,8 @@ class Checkpointer:
                 damaged.append(step)
                 last_error = error
                 continue
-            # Only now: if none can be read, all of them stay, so that one can be repaired.
-            self._rank_sync.run_on_first(lambda: self._set_aside(damaged, "damaged"))
+            # Only now: if none can be loaded, all of them stay, so that one can be repaired.
+            self._rank_sync.run_on_first(lambda: self._set_aside_others(damaged, rewound))
             return position
         if damaged:
             steps = ", ".join(str(step) for step in damaged)
@@ -270,30 +270,34 @@ class Checkpointer:
                     one_line(error),
                 )
 
-    def _choose(self, rewind: int | None) -> list[int]:
-        """Steps to resume from, the best last. The first rank calls it.
+    def _choose(self, rewind: int | None) -> tuple[list[int], list[int]]:
+        """(steps to resume from, the best last; the others). The first rank calls it.
 
-        With `rewind` they are those up to it, and those that were trained after rewinding to it. The
-        others are set aside.
+        With `rewind` the first are those up to it, and those that were trained after rewinding to it.
         """
         steps = self.store.steps()
         if rewind is None:
-            return steps
+            return steps, []
         kept = [step for step in steps if step <= rewind or rewind in self._rewinds_of(step)]
         if not kept:
             raise ConfigError(
                 f"train.resume_from_step = {rewind}: there is no checkpoint at or before that step "
                 f"in {self.store.url}"
             )
-        self._set_aside([step for step in steps if step not in kept], "rewound")
-        self.store.prune_set_aside(self._keep)
-        return kept
+        return kept, [step for step in steps if step not in kept]
 
     def _rewinds_of(self, step: int) -> list[int]:
         try:
             return rewinds_of(self.store.find(step).position)
         except DamagedError:
             return []
+
+    def _set_aside_others(self, damaged: Sequence[int], rewound: Sequence[int]) -> None:
+        """Move away what no later resume may take. The first rank calls it."""
+        self._set_aside(damaged, "damaged")
+        if rewound:
+            self._set_aside(rewound, "rewound")
+            self.store.prune_set_aside(self._keep)
 
     def _set_aside(self, steps: Sequence[int], why: str) -> None:
         """Move checkpoints away, so that no resume takes them. The first rank calls it."""

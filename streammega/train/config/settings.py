@@ -178,8 +178,8 @@ class TrainConfig:
     collective_timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
     """Seconds that ranks wait for each other in a collective before the run ends with an error."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is. auto: CUDA if each rank has a GPU of its own; the CPU if there is none, or if
-    there are more ranks than GPUs.
+    """Where the model is. auto: CUDA if there are GPUs; the CPU if there are none, or if torchrun started
+    more ranks on a host than it has GPUs.
     """
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """How ranks communicate. auto: NCCL for CUDA if torch has it, else gloo. gloo with device = cuda lets
