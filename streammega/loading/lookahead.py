@@ -166,7 +166,7 @@ class Lookahead:
         extents = steps.samples.locate(sample_ids)
         group_samples = group_batches * steps.micro_batch_size
         window = self._plan.planner.plan(sample_ids, extents, group_samples)
-        fetched_bytes = sum(buffer.size for buffer in window.buffers)
+        fetched_bytes = sum(buffer.fetched_bytes for buffer in window.buffers)
         self._stats.useful_bytes += window.useful_bytes
         self._stats.cached_bytes += window.cached_bytes
         self._stats.planned_bytes += fetched_bytes + window.cached_bytes

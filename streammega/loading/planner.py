@@ -128,7 +128,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBuffer:
-    """`size` bytes that are fetched, held and freed together.
+    """`size` bytes that are held and freed together, and the requests that fill them or a part.
 
     row: the number of the first row of the window that needs the buffer.
     """
@@ -137,6 +137,11 @@ class PlannedBuffer:
     size: int
     row: int
     requests: Sequence[Request]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of all requests."""
+        return sum(request.stop - request.start for request in self.requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,14 +373,16 @@ class Planner:
         self.table.expect_rows(opened.slot, opened.uses * rows_of_sample)
         runs_of_block = self._runs_of_blocks(opened)
         first_rows = extents.row_splits[opened.row * rows_of_sample].tolist()
-        for number, (slot_of_block, first_row) in enumerate(
-            zip(opened.slot.tolist(), first_rows, strict=True)
+        for number, (slot_of_block, first_row, block_tokens) in enumerate(
+            zip(opened.slot.tolist(), first_rows, opened.block_tokens.tolist(), strict=True)
         ):
             size = 0
             requests: list[Request] = []
             for file, start, stop in runs_of_block[number]:
                 requests += self._in_parts(file, start, stop, at=size)
                 size += stop - start
+            # Parts of blocks take as much memory as whole ones: so each buffer serves any later block.
+            size = max(size, block_tokens * int(self.files.itemsize[file]))
             yield PlannedBuffer(slot=slot_of_block, size=size, row=first_row, requests=requests)
 
     def _runs_of_blocks(self, opened: OpenedBlocks) -> list[list[tuple[int, int, int]]]:

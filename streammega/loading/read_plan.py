@@ -177,8 +177,7 @@ def _blocks_to_prefetch(
     if steps.config.balance_attention_cost and not _keeps_order_in_lanes(steps, order):
         return nothing
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
-    # a block is its samples end to end and the extra token of the last sample
-    bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
+    bytes_of_block = order.block_tokens * itemsizes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
         BlockSize(dataset=dataset, stored=int(bytes_of_block[dataset]))

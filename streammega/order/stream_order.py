@@ -210,6 +210,14 @@ class StreamOrder:
         return self._first_layout.datasets["block"]
 
     @property
+    def block_tokens(self) -> Integers:
+        """Tokens of a whole block of each dataset, int64 [datasets].
+
+        A block is its samples end to end and the extra token of the last sample.
+        """
+        return self.block_samples * self.sequence_length + self.extra
+
+    @property
     def lanes_per_run(self) -> Integers:
         """Lanes that share a run of each dataset, int64 [datasets]."""
         return self._first_layout.datasets["group"]

@@ -32,9 +32,10 @@ from streammega.loading.read_plan import ReadPlan, plan_reading
 from streammega.loading.stats import Stats
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
+from streammega.storage.fetch import buffer_pool
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
-from tests.support.builders import write_dataset
+from tests.support.builders import write_dataset, write_lengths
 from tests.support.streams import blend_of, config_of, storage_of, stream
 from tools.bench.object_server import Running
 
@@ -307,6 +308,37 @@ def test_the_stream_order_fetches_every_byte_once(server: Running, tmp_path: Pat
     assert len(list(loader)) == epoch * 2
     assert loader.stats()["amplification"] < 1.05, "an extra token for each piece of 16 samples"
     assert loader.stats()["requests"] < epoch * 8 / 4
+
+
+@pytest.mark.guarantee("pieces-held-whole")
+def test_blocks_and_parts_of_blocks_take_the_memory_of_earlier_ones(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs begin and end within blocks, so an epoch has parts of all sizes."""
+    allocated: list[int] = []
+
+    def new_buffer(size: int) -> Any:
+        allocated.append(size)
+        return np.empty(size, np.uint8)
+
+    monkeypatch.setattr(buffer_pool, "new_buffer", new_buffer)
+    write_lengths(f"{server.root}/data/blocks", [1 << 22])
+    config = DataConfig(
+        blend=["s3://data/blocks"],
+        sequence_length=1024,
+        order="stream",
+        num_samples=(4000, 0, 0),
+        shuffle_lanes=8,
+        shuffle_block_bytes=1 << 14,
+        storage=replace(storage_of(server, "obstore"), memory_bytes=4_000_000),
+        index_cache_dir=tmp_path,
+    )
+    loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+    with loader:
+        for _ in loader:
+            pass
+    assert len(set(allocated)) == 1, "any of them serves any block"
+    assert sum(allocated) < loader.stats()["fetched_bytes"] / 4
 
 
 sizes = st.integers(1, 1 << 20)
