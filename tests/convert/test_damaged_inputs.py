@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -280,3 +281,73 @@ def test_a_limit_needs_faults_to_be_skipped(
     command = ["convert", *inputs, str(tmp_path / "o"), "--tokenizer", "bytes"]
     assert main([*command, "--on-error", "skip", "--max-errors", "5"]) == 1
     assert "more than max_errors (--max-errors) 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_few_bytes_that_become_many_come_in_pieces(suffix: str) -> None:
+    bomb = PACKERS[suffix](bytes(200 << 20))
+    assert len(bomb) < 1 << 18
+    sizes = [len(piece) for piece in decompress(io.BytesIO(bomb), suffix)]
+    assert sum(sizes) == 200 << 20
+    assert max(sizes) <= 64 << 20
+
+
+@pytest.mark.parametrize("form", ["mds", "litdata"])
+def test_a_shard_that_becomes_larger_than_a_record_may_be_is_refused(
+    tmp_path: Path, form: str
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "shard").write_bytes(zstandard.compress(bytes(30 << 20)))
+    shard = {
+        "format": "mds",
+        "compression": "zstd",
+        "column_names": ["text"],
+        "column_encodings": ["str"],
+        "column_sizes": [None],
+        "raw_data": {"basename": "shard"},
+    }
+    config = {"data_format": ["str"], "compression": "zstd"}
+    index = {
+        "mds": {"shards": [shard]},
+        "litdata": {"config": config, "chunks": [{"filename": "shard"}]},
+    }
+    (folder / "index.json").write_text(json.dumps(index[form]))
+    with pytest.raises(ConvertError, match=r"become more than max_record_bytes .* 1,048,576"):
+        convert_to(tmp_path, folder, on_error="stop", max_record_bytes=1 << 20)
+
+
+def test_rows_that_pyarrow_leaves_out_are_a_fault(tmp_path: Path) -> None:
+    """A column that says another number of values: pyarrow gives no row of its group, and no error."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["a", "b", "c", "d"], "id": ["1", "2", "3", "4"]})
+    pq.write_table(table, path, row_group_size=2, compression="none")
+    values_of_id = b"\x02id\x15\x00\x16"  # the name, the codec, and the number as a varint
+    stored = path.read_bytes()
+    assert stored.count(values_of_id + b"\x04") == 2
+    path.write_bytes(stored.replace(values_of_id + b"\x04", values_of_id + b"\x27", 1))
+    with pytest.raises(ConvertError, match="of the rows 1 to 2, in row group 0, 0 can be read"):
+        convert_to(tmp_path, path, on_error="stop", provenance=True)
+    report = convert_to(tmp_path, path, provenance=True)
+    assert made(tmp_path) == ["c", "d"]
+    assert report.dropped == {"unreadable row": 2}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{",
+        b"\x93NUMPY\x01\x00v\x00{'descr':'<u2','fortran_order':False,'shape':(1,9999999999999999)}".ljust(
+            128
+        ),
+    ],
+)
+def test_an_array_that_claims_to_be_huge_takes_no_memory(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(header)
+    tracemalloc.start()
+    with pytest.raises(ConvertError, match=r"a\.npy"):
+        convert_to(tmp_path, path, on_error="stop", tokenizer=None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20

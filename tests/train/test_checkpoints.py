@@ -4,6 +4,7 @@ one job at a time.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -35,13 +36,14 @@ from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.object_ops import read_object
 from streammega.train.checkpoints import lock as checkpoint_lock
-from streammega.train.checkpoints.files import METADATA
+from streammega.train.checkpoints.files import METADATA, TENSORS
 from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
     Checksums,
     DamagedError,
-    parse_metadata,
+    load_part,
+    parse_tensors,
 )
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
@@ -158,7 +160,7 @@ def cut(path: Path) -> None:
 
 
 def metadata_of(path: Path) -> Metadata:
-    return parse_metadata((path / METADATA).read_bytes(), str(path))
+    return parse_tensors((path / TENSORS).read_bytes(), str(path))
 
 
 def rewrite_position(path: Path, **changes: Any) -> None:
@@ -181,9 +183,7 @@ def flip(path: Path) -> None:
 def items(path: Path) -> list[tuple[str, str]]:
     """The file and the offset of all that was written of a checkpoint."""
     places = metadata_of(path).storage_data.values()
-    return sorted(
-        [(METADATA, "0"), *((place.relative_path, str(place.offset)) for place in places)]
-    )
+    return sorted([(TENSORS, "0"), *((place.relative_path, str(place.offset)) for place in places)])
 
 
 def items_with_checksums(record: Path) -> list[tuple[str, str]]:
@@ -192,7 +192,7 @@ def items_with_checksums(record: Path) -> list[tuple[str, str]]:
 
 
 def rename_a_tensor(record: Path) -> None:
-    path = files_of(record) / METADATA
+    path = files_of(record) / TENSORS
     path.write_bytes(path.read_bytes().replace(b"model.", b"mo`el."))  # one bit of each
 
 
@@ -227,8 +227,8 @@ def fill_with_zeros(path: Path) -> None:
 
 DAMAGE = {
     "record": lambda record: record.write_text("{"),
-    "metadata": lambda record: cut(files_of(record) / METADATA),
-    "no-metadata": lambda record: (files_of(record) / METADATA).unlink(),
+    "tensors": lambda record: cut(files_of(record) / TENSORS),
+    "no-tensors": lambda record: (files_of(record) / TENSORS).unlink(),
     "no-files": lambda record: shutil.rmtree(files_of(record)),
     "cut": lambda record: cut(files_of(record) / "__0_0.distcp"),
     "missing": lambda record: (files_of(record) / "__0_0.distcp").unlink(),
@@ -306,29 +306,122 @@ def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
 
 
 @pytest.mark.guarantee("metadata-checkpoints-makes")
-def test_metadata_is_read_without_running_what_it_says(
-    run_file: str, folder: Path, tmp_path: Path
+def test_nothing_of_a_checkpoint_is_unpickled(
+    run_file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    newest = step_files(folder, 6)
-    assert metadata_of(newest).state_dict_metadata
-    for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
-        with pytest.raises(DamagedError, match="metadata: is"):
-            parse_metadata(payload, ".metadata")
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something is unpickled")
+
+    (step_files(folder, 6) / METADATA).write_bytes(pickle.dumps(Evil()))
+    for module, name in ((pickle, "Unpickler"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    assert resumed(run_file).step == 6
     assert not (tmp_path / "evil").exists()
-    outside = metadata_of(newest)
-    for place in outside.storage_data.values():
-        place.relative_path = f"../{step_files(folder, 2).name}/__0_0.distcp"
-    forged = pickle.dumps(outside)
-    (newest / METADATA).write_bytes(forged)
+
+
+def forge_tensors(folder: Path, data: bytes) -> None:
+    """Other tensors in the checkpoint of step 6, with a checksum that fits."""
+    (step_files(folder, 6) / TENSORS).write_bytes(data)
     record = record_of(folder, 6)
     table = json.loads(record.read_text())["position"][CHECKSUMS]
-    table[METADATA]["0"] = xxhash.xxh3_64_hexdigest(forged)
+    table[TENSORS]["0"] = xxhash.xxh3_64_hexdigest(data)
     rewrite_position(record, **{CHECKSUMS: table})
+
+
+@pytest.mark.guarantee("metadata-checkpoints-makes")
+def test_a_list_of_tensors_names_no_file_of_another_checkpoint(run_file: str, folder: Path) -> None:
+    written = (step_files(folder, 6) / TENSORS).read_bytes()
+    other = f"../{step_files(folder, 2).name}/__0_0.distcp".encode()
+    forge_tensors(folder, written.replace(b"__0_0.distcp", other))
     assert resumed(run_file).step == 4
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"step": "6"},
+        {"step": None},
+        {"data": [1]},
+        {"model": []},
+        {"rewinds": {}},
+        {"loss_scale": 7},
+        {CHECKSUMS: []},
+        {CHECKSUMS: {TENSORS: []}},
+        {CHECKSUMS: {TENSORS: {"0": 7}}},
+    ],
+)
+def test_a_signed_record_without_a_position_is_damaged(
+    run_file: str, folder: Path, forged: dict[str, Any]
+) -> None:
+    rewrite_position(record_of(folder, 6), **forged)
+    assert resumed(run_file).step == 4
+
+
+PART = [[0], [4], "__0_0.distcp", 0, 100]
+TENSOR = {"dtype": "float32", "size": [4], "parts": [PART]}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        b"",
+        b"[" * 100_000,
+        pickle.dumps({}),
+        [],
+        {"version": 2, "tensors": {}},
+        {"version": 1},
+        {"version": 1, "tensors": [TENSOR]},
+        *(
+            {"version": 1, "tensors": {"a": TENSOR | change}}
+            for change in (
+                {"dtype": "Tensor"},
+                {"dtype": 7},
+                {"size": [-1]},
+                {"size": [2**60]},
+                {"size": "4"},
+                {"size": [4, 4]},
+                {"parts": [PART[:4]]},
+                {"parts": [[[1], *PART[1:]]]},
+                {"parts": [[[0], [4], 7, 0, 100]]},
+                {"parts": [[*PART[:3], -1, 100]]},
+                {"parts": [[*PART[:3], 0, True]]},
+            )
+        ),
+    ],
+)
+def test_what_lists_no_tensors_is_damage(tensors: Any) -> None:
+    data = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
+    with pytest.raises(DamagedError, match=r"^x: lists no tensors"):
+        parse_tensors(data, "x")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        torch.zeros(0, 3),
+        torch.tensor(7),
+        torch.ones(3, 2).bool(),
+    ],
+)
+def test_a_part_is_read_from_what_torch_wrote_and_other_bytes_are_refused(
+    tensor: torch.Tensor,
+) -> None:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    data = file.getvalue()
+    part = load_part(data, tensor.dtype, tensor.shape)
+    assert part.dtype == tensor.dtype
+    assert torch.equal(part, tensor)
+    for wrong in (data[:-1], data[:100], b"", data.replace(b"data/0", b"data/1")):
+        with pytest.raises(Exception, match=r".*"):
+            load_part(wrong, tensor.dtype, tensor.shape)
+    with pytest.raises(ValueError, match="it has no 400 bytes"):
+        load_part(data, torch.float32, (100,))
 
 
 @pytest.mark.guarantee("background-save-fails")
@@ -575,7 +668,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         store = place.files("any").store
         stored = [item.key for item in store.list("deep/run/")]
         assert "deep/run/metrics.jsonl" in stored
-        assert {key for key in stored if key.endswith(".json")} == {
+        assert {key for key in stored if key.endswith(".json") and TENSORS not in key} == {
             "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.rewound.json"
         }  # fmt: skip
         assert len([key for key in stored if key.endswith(".metadata")]) == 2, (
@@ -594,7 +687,7 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
 
 def flip_in_bucket(objects: Objects, prefix: str, folder: Path) -> None:
     """One bit of the largest tensor of the files that lie under a prefix. folder: for a copy."""
-    for name in (METADATA, "__0_0.distcp"):
+    for name in (TENSORS, "__0_0.distcp"):
         (folder / name).write_bytes(objects[f"{prefix}/{name}"])
     flip(folder)
     objects[f"{prefix}/__0_0.distcp"] = (folder / "__0_0.distcp").read_bytes()

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.convert.documents import Tokens, one_per_document
-from streammega.convert.read.source import Source
+from streammega.convert.read.compression import PieceReader
+from streammega.convert.read.source import READ_BYTES, Source
 from streammega.dataset.idx import MAX_TOKENS
 from streammega.errors import ConvertError
 
@@ -91,7 +92,9 @@ def read_npy(source: Source) -> Iterator[Tokens]:
     documents.
     """
     path = source.path
-    with source.open() as file:
+    with source.open() as stored:
+        # Its reads take memory for what is there, and not for what a header says.
+        file = PieceReader(iter(lambda: stored.read(READ_BYTES), b""))
         shape, dtype = _npy_header(file, path)
         if len(shape) == 1:
             yield from _split_at_eod(_token_chunks(file, b"", dtype, shape[0], path), source)

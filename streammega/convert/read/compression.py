@@ -29,6 +29,10 @@ from streammega.storage.file_system import open_file
 
 CHUNK_BYTES = 16 << 10
 """Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
+ZSTD_CHUNK_BYTES = 2 << 10
+"""The same for zstd, which gives all of a chunk at once: up to 64 MiB of this one. A larger chunk would
+be little faster.
+"""
 PIECE_BYTES = 1 << 20
 """Bytes that bzip2 and xz give at once, at most: a few compressed ones may become very many."""
 BUFFER_BYTES = 1 << 20
@@ -154,14 +158,15 @@ def decompress(file: Any, suffix: str) -> Iterator[bytes]:
     """
     start = COMPRESSIONS[suffix].start
     assert start is not None, suffix
-    data = file.read(CHUNK_BYTES)
+    chunk_bytes = ZSTD_CHUNK_BYTES if suffix == ".zst" else CHUNK_BYTES
+    data = file.read(chunk_bytes)
     while data:
         decompressor = start()
         while not decompressor.eof:
             # zlib and zstd give all at once, the others a piece
             needs_input = getattr(decompressor, "needs_input", True)
             if needs_input and not data:
-                data = file.read(CHUNK_BYTES)
+                data = file.read(chunk_bytes)
                 if not data:
                     raise EOFError("it is cut short")
             limit = (PIECE_BYTES,) if hasattr(decompressor, "needs_input") else ()
@@ -172,7 +177,7 @@ def decompress(file: Any, suffix: str) -> Iterator[bytes]:
             data = b""
         # zeros pad a file, to whole blocks for instance
         data = decompressor.unused_data.lstrip(b"\0")
-        while not data and (data := file.read(CHUNK_BYTES)):
+        while not data and (data := file.read(chunk_bytes)):
             data = data.lstrip(b"\0")
 
 

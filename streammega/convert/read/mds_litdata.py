@@ -55,7 +55,7 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
         path, data = _read(source, stored["basename"])
         compression, _, _level = (shard.get("compression") or "none").partition(":")
         if compression != "none":
-            data = _decompress_mds(data, compression, path)
+            data = _decompress_mds(data, compression, path, source.options)
         names = shard["column_names"]
         decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
         for number, item in enumerate(_cut(data, path)):
@@ -83,7 +83,7 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     for chunk in index["chunks"]:
         path, data = _read(source, chunk["filename"])
         if compression:
-            data = b"".join(decompress(io.BytesIO(data), ".zst"))
+            data = _decompress(data, ".zst", path, source.options)
         for number, item in enumerate(_cut(data, path)):
             where = f"{path}#{number}"
             if flat:
@@ -174,14 +174,29 @@ def _cut(data: bytes, path: str) -> Iterator[bytes]:
         start = stop
 
 
-def _decompress_mds(data: bytes, compression: str, path: str) -> bytes:
+def _decompress_mds(data: bytes, compression: str, path: str, options: ConvertOptions) -> bytes:
     suffix = SUFFIX_OF_MDS.get(compression)
     if suffix is None:
         raise ConvertError(
             f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
             f"first"
         )
-    return b"".join(decompress(io.BytesIO(data), suffix))
+    return _decompress(data, suffix, path, options)
+
+
+def _decompress(data: bytes, suffix: str, path: str, options: ConvertOptions) -> bytes:
+    """All of a shard. Raises ConvertError for one that becomes larger than a record may be."""
+    pieces = []
+    size = 0
+    for piece in decompress(io.BytesIO(data), suffix):
+        pieces.append(piece)
+        size += len(piece)
+        if size > options.max_record_bytes:
+            raise ConvertError(
+                f"{path}: its {len(data):,} bytes become more than max_record_bytes "
+                f"(--max-record-bytes), {options.max_record_bytes:,}; raise it if there is memory"
+            )
+    return b"".join(pieces)
 
 
 def _values(item: bytes, fixed_sizes: Sequence[int | None]) -> list[bytes]:

@@ -56,13 +56,19 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
         columns = [".".join(path) for path in dict.fromkeys([*paths, *ids])]
         stop_row = sum(group.num_rows for group in groups[: piece.start])
         for number, group in enumerate(wanted, piece.start):
-            row, stop_row = stop_row, stop_row + group.num_rows
+            first_row = row = stop_row
+            stop_row += group.num_rows
             try:
                 for batch in table.iter_batches(rows_at_once, row_groups=[number], columns=columns):
                     read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
                     source.skipped.note_read(read)
                     yield from _rows(batch, paths, source, row)
                     row += batch.num_rows
+                if row != stop_row:  # pyarrow gives none where a column says another number
+                    raise ConvertError(
+                        f"{source.path}: of the rows {first_row + 1:,} to {stop_row:,}, in row group "
+                        f"{number:,}, {row - first_row:,} can be read; copy the file again"
+                    )
             except ConvertError as error:  # of values, not of the file
                 source.fault("unreadable row", str(error), stop_row - row)
             except StreammegaError:

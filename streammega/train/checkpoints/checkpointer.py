@@ -362,7 +362,7 @@ class _StagedPlanner(DefaultSavePlanner):
 
 def rewinds_of(position: Mapping[str, Any]) -> list[int]:
     """The values of train.resume_from_step that the run of a checkpoint, and those it continues, have applied."""
-    return [int(step) for step in position.get("rewinds", ())]
+    return list(position.get("rewinds", ()))
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:

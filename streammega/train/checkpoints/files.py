@@ -1,7 +1,8 @@
-"""The files of a checkpoint: one of each rank's tensors, and `.metadata`, in the format of
-torch.distributed.checkpoint's FileSystemWriter, in a folder of any store.
+"""The files of a checkpoint: one of each rank's tensors, and a list of all tensors, in a folder of any store.
 
-Each rank reads the ranges of files that it needs, and checks them.
+torch.distributed.checkpoint can read them too: files of tensors are those of its FileSystemWriter, and its
+own list, `.metadata`, is written as well. Each rank reads the ranges of files that it needs, and checks
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -36,11 +41,15 @@ from streammega.train.checkpoints.integrity import (
     Checksums,
     DamagedError,
     checksum_of,
-    parse_metadata,
+    list_tensors,
+    load_part,
+    parse_tensors,
 )
 from streammega.train.rank_sync import RankSync
 
+TENSORS = "tensors.json"
 METADATA = ".metadata"
+"""The list of torch.distributed.checkpoint, a pickle: it is written for other programs, and never read."""
 REQUEST_BYTES = 8 << 20
 """The size of one request or write. Between two of them a rank checks whether another one failed."""
 MAX_GAP_BYTES = 64 << 10
@@ -85,10 +94,10 @@ class CheckpointFiles(NamedTuple):
 
     def read_metadata(self, checksums: Checksums) -> Metadata:
         """What the checkpoint holds, and where. Raises DamagedError."""
-        data = self.read(METADATA)
-        if not checksums.match(METADATA, 0, data):
-            raise DamagedError(f"{self.url(METADATA)}: is damaged: its checksum is another")
-        return parse_metadata(data, self.url(METADATA))
+        data = self.read(TENSORS)
+        if not checksums.match(TENSORS, 0, data):
+            raise DamagedError(f"{self.url(TENSORS)}: is damaged: its checksum is another")
+        return parse_tensors(data, self.url(TENSORS))
 
     def check(self, metadata: Metadata) -> None:
         """Raise DamagedError unless every file that the metadata names is there, and long enough."""
@@ -148,8 +157,9 @@ class CheckpointWriter(StorageWriter):
                 serialized = io.BytesIO()
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
-                # Of a view, torch would write the whole buffer.
-                torch.save(tensor.clone(), serialized)
+                # Of a view, torch would write the whole buffer; `load_part` reads no strides.
+                copy = tensor.clone(memory_format=torch.contiguous_format)
+                torch.save(copy, serialized)
                 data = serialized.getbuffer()
                 for piece_start in range(0, len(data), REQUEST_BYTES):
                     writer.write(data[piece_start : piece_start + REQUEST_BYTES])
@@ -173,9 +183,10 @@ class CheckpointWriter(StorageWriter):
                 place = result.storage_data
                 metadata.storage_data[result.index] = place
                 self.checksums.add(place.relative_path, place.offset, result.checksum)
-        data = pickle.dumps(metadata)
-        self.checksums.add(METADATA, 0, checksum_of(data))
-        self._files.put(METADATA, data)
+        self._files.put(METADATA, pickle.dumps(metadata))
+        data = list_tensors(metadata)
+        self.checksums.add(TENSORS, 0, checksum_of(data))
+        self._files.put(TENSORS, data)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Every save has a writer of its own."""
@@ -216,6 +227,13 @@ class CheckpointReader(StorageReader):
         self._metadata = metadata
         self._checksums = checksums
         self._rank_sync = rank_sync
+        self._form_of: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
+        """The dtype and the size of each part."""
+        for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            for chunk in stored.chunks:
+                form = stored.properties.dtype, chunk.sizes
+                self._form_of[MetadataIndex(name, chunk.offsets)] = form
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The metadata, which one rank has read for all."""
@@ -272,13 +290,11 @@ class CheckpointReader(StorageReader):
         where = f"{url}: bytes [{part.start}, {part.stop}) are damaged"
         if not self._checksums.match(part.name, part.start, data):
             raise DamagedError(f"{where}: their checksum is another")
+        dtype, sizes = self._form_of[part.item]
         try:
-            tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises anything for what torch.save did not make
-            lines = str(error).splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            raise DamagedError(f"{where} ({reason})") from None
-        return tensor
+            return load_part(data, dtype, sizes)
+        except Exception as error:  # zipfile raises anything for what is no archive
+            raise DamagedError(f"{where} ({type(error).__name__}: {error})") from None
 
     def _copy(self, part: _Stored, tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
         """Fill a part of this rank from a stored part."""

@@ -1,30 +1,47 @@
-"""Whether a checkpoint is whole: checksums, and metadata that cannot run code.
+"""Whether a checkpoint is whole: checksums, and a list of its tensors that cannot run code.
 
-`.metadata`, which says where each tensor is, is a pickle of torch.distributed.checkpoint. Our unpickler
-makes its few classes and nothing else. The position of the run has checksums (xxh3_64): one of each
-item, and one of the position itself, with these.
+`tensors.json` says where each tensor is. torch's own `.metadata`, a pickle, says the same to other
+programs and is never read. The position of the run has checksums (xxh3_64): one of each item, and one of
+the position itself, with these.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
-import pickle
-from collections.abc import Mapping
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from streammega.config.validate import parse_json
 from streammega.errors import StateError, StreammegaError
 
 CHECKSUMS = "checksums"
 """The name of the items' checksums in a position."""
 CHECKSUM = "checksum"
 """The name of a position's own."""
+TENSORS_VERSION = 1
+MAX_COUNT = 1 << 50
+"""Elements of a tensor along a dimension, and bytes of a file: far more than there are."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""What is before the bytes of a .zip's entry: a signature, and the sizes of its name and its extras."""
+_LOCAL_SIGNATURE = b"PK\3\4"
 
 
 class DamagedError(StateError):
@@ -48,7 +65,8 @@ class Checksums:
 
     def match(self, name: str, start: int, data: bytes | memoryview) -> bool:
         """Whether an item has its checksum. Every item has one."""
-        return checksum_of(data) == self.hex_of.get(name, {}).get(str(start))
+        of_file = self.hex_of.get(name)
+        return isinstance(of_file, dict) and checksum_of(data) == of_file.get(str(start))
 
     def add_to(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """A position with these checksums, and with a checksum of itself."""
@@ -75,48 +93,85 @@ def _checksum_of_position(position: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def parse_metadata(data: bytes, url: str) -> Metadata:
-    """The content of a `.metadata` file. Raises DamagedError."""
+def list_tensors(metadata: Metadata) -> bytes:
+    """What a checkpoint holds, as JSON: of each tensor its dtype, its size, and its parts, each with its
+    place in the tensor, its size, and its file and bytes there.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), name
+        parts = []
+        for chunk in stored.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            of_file = [place.relative_path, place.offset, place.length]
+            parts.append([list(chunk.offsets), list(chunk.sizes), *of_file])
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(stored.size), "parts": parts}
+    return json.dumps({"version": TENSORS_VERSION, "tensors": tensors}).encode()
+
+
+def parse_tensors(data: bytes, url: str) -> Metadata:
+    """What `list_tensors` made. Raises DamagedError."""
     try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle raises anything
-        raise DamagedError(f"{url}: is damaged ({type(error).__name__}: {error})") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedError(f"{url}: is no metadata of a checkpoint")
+        stored = parse_json(data)
+        if stored["version"] != TENSORS_VERSION:
+            raise ValueError(f"version {stored['version']!r}; this release reads {TENSORS_VERSION}")
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        for name, tensor in stored["tensors"].items():
+            _add_tensor(metadata, name, tensor)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{url}: lists no tensors ({type(error).__name__}: {error})") from None
     return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes only the classes that torch.distributed.checkpoint puts into `.metadata`."""
+def _add_tensor(metadata: Metadata, name: str, tensor: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError and ValueError for what describes no tensor."""
+    dtype = getattr(torch, tensor["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype {tensor['dtype']!r}")
+    size = _counts(tensor["size"])
+    chunks = []
+    for offsets, sizes, file_name, start, length in tensor["parts"]:
+        chunk = ChunkStorageMetadata(_counts(offsets), _counts(sizes))
+        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+        if any(end > length for end, length in zip(ends, size, strict=True)):
+            raise ValueError(f"a part of {name} is outside of it")
+        if type(file_name) is not str:
+            raise TypeError(f"a part of {name} is in no file")
+        start, length = _counts([start, length])
+        index = MetadataIndex(name, chunk.offsets)
+        metadata.storage_data[index] = _StorageInfo(file_name, start, length)
+        chunks.append(chunk)
+    properties = TensorProperties(dtype=dtype)
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
 
-    def find_class(self, module: str, name: str) -> Any:
-        """A class of _KNOWN, or a dtype. Raises UnpicklingError for any other."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in such a file")
+
+def _counts(values: Any) -> torch.Size:
+    """Numbers of a list, none of them below zero. Raises TypeError, ValueError."""
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_COUNT:
+            raise ValueError(f"{value!r} is no count")
+    return torch.Size(values)
 
 
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath")
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # of Python 3.13
-}
-"""The classes in such a file, by module. A pickle could call anything else that it names."""
+def load_part(data: bytes | memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
+    """A part of a tensor from the bytes that `torch.save` wrote of it. They are found in its archive, and
+    nothing is unpickled.
+
+    Raises ValueError, and what zipfile raises, for other bytes.
+    """
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+    header = _LOCAL_HEADER.unpack_from(data, entry.header_offset)
+    start = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    is_plain = entry.compress_type == zipfile.ZIP_STORED and header[0] == _LOCAL_SIGNATURE
+    if not is_plain or entry.file_size != num_bytes or not start <= start + num_bytes <= len(data):
+        raise ValueError(f"it has no {num_bytes} bytes of a tensor")
+    if not num_bytes:
+        return torch.empty(sizes, dtype=dtype)
+    values = bytearray(memoryview(data)[start : start + num_bytes])
+    return torch.frombuffer(values, dtype=dtype).view(sizes)
 
 
 def first_cause(error: BaseException) -> BaseException:

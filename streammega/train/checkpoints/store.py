@@ -30,7 +30,7 @@ from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import CheckpointFiles
-from streammega.train.checkpoints.integrity import DamagedError, checksum_matches
+from streammega.train.checkpoints.integrity import CHECKSUMS, DamagedError, checksum_matches
 from streammega.train.checkpoints.lock import FileLock, JobLock, ObjectLock
 from streammega.train.rank_sync import RankSync
 
@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 SHARED_SIGN = ".shared-"
 """The prefix of the small files by which ranks check that they share the store."""
 _RECORD = re.compile(r"step-(?P<step>\d{8,})")
+_POSITION: dict[str, type] = {
+    **{"step": int, "data": dict, "model": dict, "record": dict, "loss_scale": dict},
+    **{"rewinds": list, "phases_ahead": list, CHECKSUMS: dict},
+}
+"""The entries of a position; only the first two and the checksums are always there."""
 _SET_ASIDE = re.compile(r"step-\d{8,}\.(rewound|damaged)(-\d+)?")
 """The record of a checkpoint that is kept, but not used to resume."""
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
@@ -113,11 +118,16 @@ class CheckpointStore:
         position = record.get("position")
         if not isinstance(position, dict) or not checksum_matches(position):
             raise DamagedError(f"{url}: is damaged: its checksum is missing or another")
-        try:
-            step_and_data = {"step": int(position["step"]), "data": dict(position["data"])}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{url}: holds no position of a run ({error})") from None
-        return SavedCheckpoint(record["files"], position | step_and_data)
+        for entry, kind in _POSITION.items():
+            if not isinstance(position.get(entry, kind()), kind):
+                raise DamagedError(
+                    f"{url}: holds no position of a run: {entry} is no {kind.__name__}"
+                )
+        if not position.keys() >= {"step", "data", CHECKSUMS}:
+            raise DamagedError(
+                f"{url}: holds no position of a run: step, data or {CHECKSUMS} are missing"
+            )
+        return SavedCheckpoint(record["files"], position)
 
     def begin(self, step: int) -> str:
         """The name of a new folder. Removes files of killed saves, which no record names."""
@@ -175,9 +185,10 @@ class CheckpointStore:
         for name in self._record_names():
             if _SET_ASIDE.fullmatch(name):
                 try:
-                    time_of[name] = float(self._read_record(name).get("set_aside", 0.0))
+                    set_aside = self._read_record(name).get("set_aside")
                 except DamagedError:
-                    time_of[name] = 0.0
+                    set_aside = None
+                time_of[name] = set_aside if isinstance(set_aside, float) else 0.0
         for name in sorted(time_of, key=time_of.__getitem__)[:-keep]:
             self._remove(name)
 

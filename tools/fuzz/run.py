@@ -1,0 +1,387 @@
+"""Fuzz what reads input from outside: `make fuzz`, or
+
+python tools/fuzz/run.py [--target NAME ...] [--seconds N] [--folder FOLDER]
+
+Each target (tools/fuzz/targets.py) runs in a process of its own, under Atheris, whose mutations go on
+from inputs that reach new code. Address space is limited, and so is the time of one input. A finding is
+any error that is not the library's own, a failed comparison, too much memory, a hang or a crash: its
+input and traceback are kept in FOLDER/TARGET/findings. Corpora and counts are kept too: the next call
+goes on.
+
+--replay runs the inputs of tests/support/data/fuzz, without Atheris; --keep chooses them from FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+CORPUS = ROOT / "tests" / "support" / "data" / "fuzz"
+"""A .zip of each target: inputs that reach all code which was reached, with those of findings."""
+MEMORY_BYTES = 1 << 30
+"""Address space that inputs may take beyond what the process had before."""
+INPUT_SECONDS = 10
+ENVIRONMENT = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve a GiB ahead
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_ARENA_MAX": "2",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
+"""With these, a process takes about the address space that it uses."""
+KEPT_INPUT_BYTES = 4096
+KEPT_BYTES = 12 << 10
+"""Compressed bytes of a target's committed corpus, about."""
+_PROGRESS = re.compile(rb"cov: (\d+) ft: \d+ corp: (\d+)")
+
+
+Targets = dict[str, Callable[[Path], Any]]
+
+
+class Counts(NamedTuple):
+    """What was done for a target so far, over all calls."""
+
+    inputs: int = 0
+    seconds: float = 0.0
+    coverage: int = 0
+    corpus: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", action="append", help="a target; all, if none is named")
+    parser.add_argument("--seconds", type=int, default=20, help="seconds of each target")
+    parser.add_argument("--folder", type=Path, default=ROOT / "fuzz-run", help="what is kept")
+    parser.add_argument("--list", action="store_true", help="print the table of counts alone")
+    parser.add_argument("--replay", action="store_true", help="run the committed corpora")
+    parser.add_argument("--keep", action="store_true", help="write the corpora to commit")
+    args = parser.parse_args()
+    if not ENVIRONMENT.items() <= os.environ.items():  # some count from the start of a process
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT)
+    targets = load_targets(instrumented=not (args.list or args.replay))
+    names = args.target or list(targets)
+    if args.replay:
+        return replay(names, targets)
+    for name in names:
+        if args.keep:
+            keep(name, targets, args.folder)
+        elif not args.list:
+            campaign(name, targets, args.folder / name, args.seconds)
+    return print_table(names, args.folder)
+
+
+def load_targets(*, instrumented: bool) -> Targets:
+    """All targets. Their code notes what is reached, if it is instrumented: importing then takes longer,
+    so it is done once, and each target runs in a fork.
+    """
+    if not instrumented:
+        from tools.fuzz.targets import TARGETS
+
+        return TARGETS
+    import atheris  # type: ignore[import-not-found]
+
+    kernels = [f"streammega.kernels.{path.stem}" for path in ROOT.glob("streammega/kernels/*.py")]
+    quiet = contextlib.redirect_stderr(io.StringIO())  # it names each module
+    with (
+        quiet,
+        atheris.instrument_imports(
+            include=["streammega", "dacite", "tarfile", "tomllib", "zipfile"],
+            exclude=kernels,  # numba compiles them from their bytecode
+        ),
+    ):
+        from tools.fuzz.targets import TARGETS
+
+        return TARGETS
+
+
+# --- campaigns ------------------------------------------------------------------------------------
+
+
+def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
+    """Fuzz a target for so long. A crash or a hang ends a process, and another one goes on."""
+    (folder / "findings").mkdir(parents=True, exist_ok=True)
+    (folder / "corpus").mkdir(exist_ok=True)
+    until = time.monotonic() + seconds
+    while (left := int(until - time.monotonic())) > 0:
+        status = in_fork(lambda: fuzz_here(name, targets, folder, left), folder / "log")
+        match = _PROGRESS.findall((folder / "log").read_bytes())
+        if match:
+            coverage, corpus = map(int, match[-1])
+            counts = read_counts(folder)
+            save_counts(folder, counts._replace(coverage=coverage, corpus=corpus))
+        if status == 0:
+            break
+        print(f"{name}: the process ended with {status}; see {folder / 'log'}", flush=True)
+        if not match:
+            break
+
+
+def in_fork(call: Callable[[], None], log: Path) -> int:
+    """Make a call in a fork, whose output goes to a file; its exit code."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        try:
+            call()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def print_table(names: list[str], folder: Path) -> int:
+    """The counts of all targets; 1 where there are findings."""
+    print(
+        f"{'target':16} {'inputs':>12} {'seconds':>8} {'coverage':>9} {'corpus':>7} {'findings':>9}"
+    )
+    findings = 0
+    for name in names:
+        counts = read_counts(folder / name)
+        found = len(list((folder / name / "findings").glob("*.input")))
+        findings += found
+        print(
+            f"{name:16} {counts.inputs:>12,} {counts.seconds:>8,.0f} {counts.coverage:>9,} "
+            f"{counts.corpus:>7,} {found:>9}"
+        )
+    return 1 if findings else 0
+
+
+def read_counts(folder: Path) -> Counts:
+    try:
+        return Counts(**json.loads((folder / "counts.json").read_text()))
+    except FileNotFoundError:
+        return Counts()
+
+
+def save_counts(folder: Path, counts: Counts) -> None:
+    (folder / "counts.new").write_text(json.dumps(counts._asdict()))
+    (folder / "counts.new").rename(folder / "counts.json")
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def fuzz_here(
+    name: str, targets: Targets, folder: Path, seconds: int, merged: Path | None = None
+) -> None:
+    """Fuzz a target in this process, which Atheris ends. merged: instead of that, a folder for the inputs
+    of the corpus that reach all code.
+    """
+    import atheris
+
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as scratch:
+        target = targets[name](Path(scratch))
+        write_seeds(name, target.seeds, folder / "corpus")
+        test = Test(target.run, folder)
+        limit_memory()
+        flags = [
+            f"-timeout={INPUT_SECONDS}",
+            "-rss_limit_mb=0",
+            f"-artifact_prefix={folder}/findings/",
+        ]
+        folders = [str(folder / "corpus")]
+        if merged is None:
+            flags += [f"-max_total_time={seconds}", "-print_final_stats=1", "-len_control=20"]
+        else:
+            flags.append("-merge=1")
+            folders.insert(0, str(merged))
+        mutator = {"custom_mutator": mutate_json} if target.is_json else {}
+        atheris.Setup([sys.argv[0], *flags, *folders], test, **mutator)
+        atheris.Fuzz()
+
+
+class Test:
+    """Runs a target, notes findings, and counts."""
+
+    def __init__(self, run: Callable[[bytes], None], folder: Path) -> None:
+        self._run = run
+        self._folder = folder
+        self._before = read_counts(folder)
+        self._inputs = 0
+        self._began = self._saved = time.monotonic()
+
+    def __call__(self, data: bytes) -> None:
+        self._inputs += 1
+        error = finding(self._run, data)
+        if error is not None:
+            self._note(error, data)
+        now = time.monotonic()
+        if now - self._saved > 1:
+            self._saved = now
+            counts = self._before._replace(
+                inputs=self._before.inputs + self._inputs,
+                seconds=self._before.seconds + now - self._began,
+            )
+            save_counts(self._folder, counts)
+
+    def _note(self, error: BaseException, data: bytes) -> None:
+        """Keep an input of each finding, the shortest one."""
+        path = self._folder / "findings" / f"{name_of(error)}.input"
+        if not path.exists() or len(data) < path.stat().st_size:
+            path.write_bytes(data)
+            path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)))
+
+
+def finding(run: Callable[[bytes], None], data: bytes) -> BaseException | None:
+    """The error of an input, unless it is one that the library may raise."""
+    from streammega.errors import StreammegaError
+
+    try:
+        run(data)
+    except StreammegaError as error:
+        # A library's error may hide that memory was not enough, or the stack.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, MemoryError) or "MemoryError" in str(cause):
+                return error
+            cause = cause.__cause__ or cause.__context__
+    except Exception as error:
+        return error
+    return None
+
+
+def name_of(error: BaseException) -> str:
+    """The same for the same fault: the error, and the last place in our code that it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/streammega/" in frame.filename] or list(frames)
+    return f"{type(error).__name__}-{Path(ours[-1].filename).stem}-{ours[-1].lineno}"
+
+
+def limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def fast_folder() -> str | None:
+    """A folder in memory, where there is one: inputs are files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def write_seeds(name: str, seeds: list[bytes], folder: Path) -> None:
+    for number, seed in enumerate([*seeds, *committed(name)]):
+        (folder / f"seed-{number}").write_bytes(seed)
+
+
+def mutate_json(data: bytes, max_size: int, seed: int) -> bytes:
+    """Half of the time a mutation of bytes, else one of a value in the JSON (a line of it)."""
+    import atheris
+
+    draw = random.Random(seed)
+    lines = data.split(b"\n") if draw.random() < 0.5 else [data]
+    number = draw.randrange(len(lines))
+    try:
+        value = json.loads(lines[number])
+    except (ValueError, RecursionError):
+        value = None
+    if value is None or draw.random() < 0.5:
+        return bytes(atheris.Mutate(data, max_size))
+    lines[number] = json.dumps(with_change(value, draw)).encode()
+    mutated = b"\n".join(lines)
+    return mutated if len(mutated) <= max_size else bytes(atheris.Mutate(data, max_size))
+
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2, 255, 2**31, 2**63, 2**64, -(2**63), 10**30),
+    *(0.5, -0.0, float("inf"), float("nan"), 1e308, "", "..", "a/b", "/", "\0", "\ud800", "é", "1"),
+    *([], {}, [[]], [None], {"": None}, "x" * 200, [0] * 50),
+]
+
+
+def with_change(value: Any, draw: random.Random) -> Any:
+    """A JSON value with one change somewhere in it."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        key = draw.choice(list(value))
+        change = draw.random()
+        if change < 0.15:
+            return {name: item for name, item in value.items() if name != key}
+        if change < 0.25:
+            return {**value, draw.choice([key + "x", "text", "", "tools"]): draw.choice(ODD_VALUES)}
+        return {**value, key: with_change(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        place = draw.randrange(len(value))
+        change = draw.random()
+        if change < 0.15:
+            return value[:place] + value[place + 1 :]
+        if change < 0.3:
+            return [*value, value[place]]
+        return [*value[:place], with_change(value[place], draw), *value[place + 1 :]]
+    if isinstance(value, int) and draw.random() < 0.5:
+        return value + draw.choice([-1, 1, 256])
+    return draw.choice(ODD_VALUES)
+
+
+# --- the committed corpora ------------------------------------------------------------------------
+
+
+def committed(name: str) -> Iterator[bytes]:
+    """The committed inputs of a target."""
+    path = CORPUS / f"{name}.zip"
+    if path.exists():
+        with zipfile.ZipFile(path) as archive:
+            yield from map(archive.read, archive.namelist())
+
+
+def keep(name: str, targets: Targets, folder: Path) -> None:
+    """Write the corpus to commit: what reaches all code, the shortest inputs first, and findings."""
+    home = folder / name
+    merged = home / "merged"
+    shutil.rmtree(merged, ignore_errors=True)
+    merged.mkdir(parents=True)
+    in_fork(lambda: fuzz_here(name, targets, home, 0, merged), home / "log")
+    chosen = [path.read_bytes() for path in sorted((home / "findings").glob("*.input"))]
+    chosen += sorted(
+        (path.read_bytes() for path in merged.iterdir()), key=lambda data: (len(data), data)
+    )
+    CORPUS.mkdir(parents=True, exist_ok=True)
+    path = CORPUS / f"{name}.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, data in enumerate(dict.fromkeys(chosen)):
+            if len(data) <= KEPT_INPUT_BYTES and archive.fp.tell() < KEPT_BYTES:  # type: ignore[union-attr]
+                archive.writestr(zipfile.ZipInfo(f"{number:03d}"), data)
+
+
+def replay(names: list[str], targets: Targets) -> int:
+    """Run seeds and committed inputs; 1 where one is a finding."""
+    failed = 0
+    limit_memory()
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=fast_folder()) as scratch:
+            target = targets[name](Path(scratch))
+            inputs = [*target.seeds, *committed(name)]
+            for data in inputs:
+                error = finding(target.run, data)
+                if error is not None:
+                    failed += 1
+                    print(f"{name}: {name_of(error)} of {data!r}\n")
+                    traceback.print_exception(error)
+    print(f"{len(names)} targets: {failed} findings")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
