@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
-from streammega.storage.store import ObjectWriter
+from streammega.storage.store import ObjectWriter, as_bytes
 
 CHECK_BYTES = 64 << 20
 """Bytes of one stored checksum. This is part of the manifest's format."""
@@ -36,7 +36,7 @@ class _Part:
 
 def checksums_of(data: memoryview | bytes) -> list[str]:
     """A checksum for each CHECK_BYTES of an object, the last for the rest. An empty object has one."""
-    view = memoryview(data)
+    view = as_bytes(data)
     starts = range(0, max(len(view), 1), CHECK_BYTES)
     return [xxhash.xxh3_128_hexdigest(view[start : start + CHECK_BYTES]) for start in starts]
 
@@ -60,8 +60,8 @@ class ChecksummedWriter(ObjectWriter):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        self._inner.write(data)
-        view = memoryview(data)
+        view = as_bytes(data)
+        self._inner.write(view)
         start = 0
         while start < len(view):
             missing = CHECK_BYTES - self.size % CHECK_BYTES

@@ -316,6 +316,7 @@ def rows_of(
     known &= (heads["counts"] <= sizes[:, None].astype(np.uint64)).all(axis=1)
     counts = np.where(known[:, None], heads["counts"], 0).astype(np.int64)
     sequences, documents = counts.T
+    known &= documents > 0
     pairs = LENGTH.itemsize + OFFSET.itemsize
     plain = HEADER_BYTES + pairs * sequences + DOCUMENT_BOUND.itemsize * documents
     with_modes = plain + MODE.itemsize * sequences

@@ -190,8 +190,8 @@ def dtype_of_broken(head: bytes | memoryview) -> np.dtype[Any] | None:
 def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexHeader:
     """The header of an `.idx` of `file_bytes` bytes whose first bytes are `data`.
 
-    Raises FormatError for a wrong magic, version or dtype code, and for counts that the size
-    contradicts.
+    Raises FormatError for a wrong magic, version or dtype code, for counts that the size
+    contradicts, and for no document bounds.
     """
     mend = (
         "is this the .idx of a Megatron dataset, and whole? copy it again, or rebuild it with "
@@ -224,6 +224,11 @@ def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexH
             f"{path}: the header has {sequence_count} sequences and {document_count} document "
             f"bounds, that is {plain} bytes ({with_modes} with modes), but the file has "
             f"{file_bytes}; {mend}"
+        )
+    if document_count == 0:
+        raise FormatError(
+            f"{path}: the header has no document bounds, and even an .idx without documents has one; "
+            f"{mend}"
         )
     return IndexHeader(
         dtype=DTYPE_OF_CODE[stored.dtype_code],
@@ -300,28 +305,38 @@ def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, to
 
 
 def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
-    """Raise FormatError unless sequences follow each other and each document is within one bin."""
+    """Raise FormatError unless each bin has whole documents end to end, from its first token on.
+
+    For arrays that passed `check_index`: bounds rise, and sequences begin at whole tokens. Only
+    `streammega verify` calls it. Readers find the documents of a bin by binary search, so offsets
+    must ascend. They count all tokens of a bin before its padding (kernels/documents.py).
+    """
     bounds = arrays.document_indices
-    itemsize = arrays.dtype.itemsize
-    starts = arrays.sequence_offsets // itemsize
+    starts = arrays.sequence_offsets // arrays.dtype.itemsize
     stops = starts + arrays.sequence_lengths
-    empty = np.flatnonzero(bounds[1:] == bounds[:-1])
-    if len(empty):
+    tokens_before = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(arrays.sequence_lengths, dtype=np.int64, out=tokens_before[1:])
+    without_tokens = np.flatnonzero(tokens_before[bounds[1:]] == tokens_before[bounds[:-1]])
+    if len(without_tokens):
         raise FormatError(
-            f"{path}: document {empty[0]} has no tokens, and every document of a bin has some; copy "
-            f"both files again, or convert again"
+            f"{path}: document {without_tokens[0]} has no tokens, and every document of a bin has "
+            f"some; copy both files again, or convert again"
         )
     first = starts[bounds[:-1]]
     last = stops[bounds[1:] - 1]
     lies_wrong = (last <= first) | (first // bin_tokens != (last - 1) // bin_tokens)
-    overlapping = 1 + np.flatnonzero(starts[1:] < stops[:-1])
-    lies_wrong[np.searchsorted(bounds, overlapping, side="right") - 1] = True
+    previous_stops = np.zeros_like(stops)
+    previous_stops[1:] = stops[:-1]
+    begins_bin = np.zeros(len(starts), np.bool_)
+    begins_bin[bounds[:-1]] = first % bin_tokens == 0
+    follows = (starts == previous_stops) | (begins_bin & (starts > previous_stops))
+    lies_wrong[np.searchsorted(bounds, np.flatnonzero(~follows), side="right") - 1] = True
     if lies_wrong.any():
         bad = int(np.argmax(lies_wrong))
         raise FormatError(
             f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which are not within one "
-            f"bin of {bin_tokens}, or its sequences do not follow each other; copy both files again, "
-            f"or convert again"
+            f"bin of {bin_tokens}, or its sequences do not follow each other and the document before "
+            f"it in the bin; copy both files again, or convert again"
         )
 
 

@@ -26,7 +26,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import FileRange
 from streammega.storage.derived_stores import file_ranges
 from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter
-from streammega.storage.store import atomic_writer
+from streammega.storage.store import as_bytes, atomic_writer
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -124,7 +124,7 @@ class IndexedDatasetWriter:
         """
         data = self._cast(tokens)
         lengths = self._to_lengths([data.size])
-        self._append([_bytes(data)], lengths, _NO_DOCUMENTS, np.array([mode], np.int8))
+        self._append([as_bytes(data.data)], lengths, _NO_DOCUMENTS, np.array([mode], np.int8))
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
@@ -140,7 +140,7 @@ class IndexedDatasetWriter:
             )
         documents = np.array([len(lengths)])
         modes_array = None if modes is None else np.array(modes, np.int8)
-        self._append([_bytes(data)], self._to_lengths(lengths), documents, modes_array)
+        self._append([as_bytes(data.data)], self._to_lengths(lengths), documents, modes_array)
 
     def add_documents(
         self,
@@ -346,7 +346,7 @@ class IndexedDatasetWriter:
             if self._starts is None:
                 self._starts = array("q")
             tokens_before = bytes_before // self.dtype.itemsize
-            self._starts.frombytes(_bytes(np.ascontiguousarray(starts + tokens_before)))
+            self._starts.frombytes(as_bytes((starts + tokens_before).data))
         self._note(lengths, documents, modes)
 
     def _counted(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -395,9 +395,9 @@ class IndexedDatasetWriter:
         """Keep sequences and documents for the `.idx`."""
         document_ends = len(self._lengths) + np.cumsum(documents, dtype=np.int64)
         self._documents.frombytes(document_ends.tobytes())
-        self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
+        self._lengths.frombytes(as_bytes(np.ascontiguousarray(lengths, np.int32).data))
         if self.multimodal and modes is not None:
-            self._modes.frombytes(_bytes(np.ascontiguousarray(modes, np.int8)))
+            self._modes.frombytes(as_bytes(np.ascontiguousarray(modes, np.int8).data))
 
     def _to_lengths(self, lengths: Sequence[int]) -> NDArray[np.int32]:
         """Lengths as the `.idx` holds them. Raises FormatError for one that it cannot."""
@@ -440,11 +440,6 @@ class IndexedDatasetWriter:
                 "(int32 for vocabularies of 65500 and more)"
             )
         return np.ascontiguousarray(data, self.dtype)
-
-
-def _bytes(data: NDArray[Any]) -> memoryview:
-    # An empty array cannot be cast.
-    return data.data.cast("B") if data.size else memoryview(b"")
 
 
 def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:

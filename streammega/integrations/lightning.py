@@ -357,9 +357,8 @@ class ConsumedBatches:
     def __iter__(self) -> Iterator[Batch]:
         self._stop("another iteration of its loader began, and one loader has one cursor")
         if self._fetched:
-            state = self.state_dict()
+            self.loader.load_state_dict(self.state_dict())
             self._fetched.clear()
-            self.loader.load_state_dict(state)
         iter(self.loader)  # which begins the next pass where the data has ended
         self._running = ConsumedIteration(self)
         return self._running

@@ -204,7 +204,7 @@ def _read_text(argument: str, url: str, storage: StorageConfig) -> str:
     if data is None:
         raise ConfigError(f"{argument}: there is no {url}")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{argument}: {url} is no text of UTF-8") from None
 

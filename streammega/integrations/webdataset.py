@@ -229,8 +229,8 @@ class TextStream:
                 f"the state lacks {len(missing)} of {len(lanes)} lanes of this rank, the first of "
                 f"them {missing[0]}: it is that of other ranks; give join_states those of all"
             )
-        self._go_to(consumed, offset, {lane: positions[lane] for lane in lanes})
         self._stop("load_state_dict moved its stream elsewhere")
+        self._go_to(consumed, offset, {lane: positions[lane] for lane in lanes})
 
     def close(self) -> None:
         """End the running iteration and its thread. `next` and `iter` begin another."""
@@ -283,10 +283,9 @@ class TextStream:
         self._has_ended = False
 
     def _stop(self, reason: str) -> None:
-        running = self._running
-        self._running = None
-        if running is not None:
-            running.stop(reason)
+        if self._running is not None:
+            self._running.stop(reason)
+            self._running = None
 
     def _begin(self) -> Iteration:
         self._running = Iteration(self._batches())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 from streammega.errors import StateError
 from streammega.loading.engine import Engine
@@ -112,12 +112,23 @@ class Iteration(Iterator[Batch]):
         After the last batch `next` still raises StopIteration. Raises StateError and stops nothing
         if another thread waits for a batch.
         """
+        with self.stopping(reason):
+            pass
+
+    @contextmanager
+    def stopping(self, reason: str) -> Iterator[None]:
+        """Run the body, then `stop`. Meanwhile other threads wait in `next`.
+
+        Raises StateError before the body if another thread waits for a batch. An error of the body
+        stops nothing.
+        """
         if not self._lock.acquire(blocking=False):
             raise StateError(
                 "another thread waits for a batch of this iteration: let that thread have it, or "
                 "end, before the loader is closed or moved"
             )
         try:
+            yield
             if self._reason is None and not self._ended:
                 self._reason = reason
             self._batches.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -200,9 +200,8 @@ class StreamLoader:
         """
         wanted = None if device is None else torch.device(device)
         if wanted != self._device:
-            # first: it raises StateError while another thread waits for a batch
-            self._stop("prefetch_to changed the device of its loader")
-            self._device = wanted
+            with self._stopping("prefetch_to changed the device of its loader"):
+                self._device = wanted
         return self
 
     @property
@@ -217,7 +216,7 @@ class StreamLoader:
         """
         # kept between calls: a new iterator would go through the excluded ranges again
         if self._following is None:
-            self._stop_after_move("pass_over")
+            self._stop("pass_over moved its loader elsewhere")
             self._following = self.dataset.positions()
         position = next(self._following)
         self.dataset.steps.advance_to(position)
@@ -261,9 +260,13 @@ class StreamLoader:
         return self.dataset.consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample. Raises StateError for a sample outside of the data."""
-        self.dataset.seek(consumed_samples)
-        self._stop_after_move("seek")
+        """Continue at a global sample.
+
+        Raises StateError for a sample outside of the data, or if another thread waits for a batch,
+        and then changes nothing.
+        """
+        with self._stopping("seek moved its loader elsewhere"):
+            self.dataset.seek(consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The resumable state, less than 1 KB of JSON: see StreamingDataset.state_dict."""
@@ -272,11 +275,11 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last sample that was handed out before the state was saved.
 
-        The number of ranks may differ. Raises StateError for a damaged state or a state of another
-        order, and then changes nothing.
+        The number of ranks may differ. Raises StateError for a damaged state, for a state of another
+        order, or if another thread waits for a batch, and then changes nothing.
         """
-        self.dataset.load_state_dict(state)
-        self._stop_after_move("load_state_dict")
+        with self._stopping("load_state_dict moved its loader elsewhere"):
+            self.dataset.load_state_dict(state)
 
     @property
     def metrics_address(self) -> str | None:
@@ -317,16 +320,22 @@ class StreamLoader:
 
     def _stop(self, reason: str) -> None:
         """End the running iteration. Its `next` raises `reason` then. Raises as `close` does."""
+        with self._stopping(reason):
+            pass
+
+    @contextmanager
+    def _stopping(self, reason: str) -> Iterator[None]:
+        """Run the body, then `_stop`. An error of the body stops nothing.
+
+        Raises StateError before the body if another thread waits for a batch.
+        """
         running = self._running
-        if running is not None:
-            running.stop(reason)
+        with nullcontext() if running is None else running.stopping(reason):
+            yield
         with _begin_lock:  # another thread may have begun the next iteration since
             if self._running is running:
                 self._running = None
         self._following = None
-
-    def _stop_after_move(self, by: str) -> None:
-        self._stop(f"{by} moved its loader elsewhere")
 
     def _seek_start_of_pass(self) -> None:
         """Move the cursor to the sample at which `iter` begins."""

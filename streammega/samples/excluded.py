@@ -213,7 +213,8 @@ def _names_of_list(excluded: ExcludedList, storage: StorageConfig) -> list[str]:
             "names as a list"
         )
     try:
-        lines = data.decode().splitlines()
+        # Not by splitlines: names may hold characters at which it cuts, such as U+2028.
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ConfigError(
             f"exclude_documents: {excluded.names} is not UTF-8 text; save it as such"

@@ -16,7 +16,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
 _UNFINISHED = re.compile(
     r"\.(?P<local>.+)\.[0-9a-f]{12}\.partial|(?P<remote>.+)\.[0-9a-f]{32}\.partial"
 )
-"""A temporary file of `create_beside`, or of a driver whose files are renamed."""
+"""A file of `temporary_name`, or of a driver whose files are renamed."""
 ORPHAN_SECONDS = 86400.0
 """Seconds without a write after which a temporary file without a lock is removed.
 
@@ -94,12 +94,10 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     Its mode follows the umask. It is locked while it is open. A temporary file without a lock was
     left by a killed process, and is removed. Raises OSError.
     """
-    folder, name = os.path.split(os.fspath(path))
-    existing_folder = folder or "."
+    existing_folder = os.path.dirname(path) or "."
     os.makedirs(existing_folder, exist_ok=True)
     _sweep(existing_folder)
-    unlike_others = secrets.token_hex(6)
-    temporary = os.path.join(folder, f".{name}.{unlike_others}.partial")
+    temporary = temporary_name(path)
     # Not mkstemp: that makes files which only their owner can read, and the umask can only be read
     # by setting it.
     fd = os.open(temporary, _NEW_FILE, 0o666)
@@ -107,6 +105,14 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd, temporary
+
+
+def temporary_name(path: str | os.PathLike[str]) -> str:
+    """A name in the folder of `path` that no other file has. Files of such names are removed when
+    they are old and without a lock.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    return os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
 
 
 def final_name(name: str) -> str | None:

@@ -33,6 +33,7 @@ from streammega.storage.store import (
     Span,
     Store,
     address_of,
+    as_bytes,
     check_room,
 )
 
@@ -80,7 +81,7 @@ class FrameWriter(ObjectWriter):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append decompressed bytes."""
-        view = memoryview(data).cast("B")
+        view = as_bytes(data)
         taken = 0
         if self._pending:
             missing = self._frame_bytes - len(self._pending)

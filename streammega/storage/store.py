@@ -58,7 +58,7 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Raises StorageError."""
+        """Append bytes; items of a memoryview may have several. Raises StorageError."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -326,6 +326,13 @@ def check_object_key(url: str, key: str) -> None:
             f"{url}: a name that ends in a slash is a folder, not an object; leave the slash out if "
             f"it is an object"
         )
+
+
+def as_bytes(data: bytes | memoryview) -> memoryview:
+    """A view of single bytes, whatever the items of `data` are."""
+    view = memoryview(data)
+    # A view without items cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def check_length(url: str, span: Span, body: Buffer) -> Buffer:

@@ -22,6 +22,7 @@ from streammega.dataset.checksums import ChecksummedWriter, checksums_of
 from streammega.errors import ObjectChangedError, ShortReadError, StorageError
 from streammega.storage.backends import local
 from streammega.storage.backends.local import FileRange, LocalStore, LocalWriter
+from streammega.storage.seekable_zstd import FrameWriter
 from streammega.storage.store import Bytes
 from tests.support.builders import write_random_pair
 
@@ -89,6 +90,26 @@ def test_files_copied_by_threads_are_the_bytes_and_checksums_of_one_writer(
         writer.commit()
         assert (folder / "out").read_bytes() == expected
     assert (writer.size, writer.checksums) == (len(expected), checksums_of(expected))
+
+
+@pytest.mark.parametrize("count", [0, 1, PART])
+def test_items_of_several_bytes_are_counted_in_bytes(tmp_path: Path, count: int) -> None:
+    items = np.arange(count, dtype="<i4")
+    writer = writer_of(tmp_path / "out")
+    writer.write(b"<")
+    writer.write(items.data)
+    compressed = FrameWriter(LocalStore().open_writer(str(tmp_path / "frames")))
+    compressed.write(items.data)
+    expected = b"<" + items.tobytes()
+    assert (writer.size, writer.checksums) == (len(expected), checksums_of(expected))
+    assert checksums_of(items.data) == checksums_of(items.tobytes())
+    writer.commit()
+    assert (tmp_path / "out").read_bytes() == expected
+    compressed.abort()
+    bare = LocalStore().open_writer(str(tmp_path / "bare"))
+    bare.write(items.data)
+    assert bare.reserve(0) == items.nbytes
+    bare.abort()
 
 
 @pytest.mark.guarantee("several-threads-copy")

@@ -101,31 +101,56 @@ def test_merging_keeps_empty_sequences_of_any_place(tmp_path: Path) -> None:
     assert [plain(part).tolist() for part in merged] == [plain(part).tolist() for part in parts]
 
 
-def test_a_document_without_sequences_is_in_no_bin() -> None:
-    arrays = IndexArrays(
+def arrays_of(lengths: list[int], starts: list[int], bounds: list[int]) -> IndexArrays:
+    """The arrays of an `.idx` of sequences that begin at these tokens."""
+    return IndexArrays(
         dtype=np.dtype(np.int32),
-        sequence_lengths=np.array([4], np.int32),
-        sequence_offsets=np.array([0]),
-        document_indices=np.array([0, 1, 1]),
+        sequence_lengths=np.array(lengths, np.int32),
+        sequence_offsets=np.array(starts, np.int64) * 4,
+        document_indices=np.array(bounds, np.int64),
         sequence_modes=None,
     )
-    with pytest.raises(FormatError, match="document 1 has no tokens"):
-        check_bins(arrays, 8, "web.idx")
 
 
-@pytest.mark.parametrize("middle", [100, 0])
-def test_every_sequence_of_a_document_is_in_its_bin(middle: int) -> None:
-    arrays = IndexArrays(
-        dtype=np.dtype(np.int32),
-        sequence_lengths=np.array([2, 1, 2, 1], np.int32),
-        sequence_offsets=np.array([0, 2, 3, 8]) * 4,
-        document_indices=np.array([0, 3, 4]),
-        sequence_modes=None,
-    )
-    check_bins(arrays, 8, "web.idx")
-    arrays.sequence_offsets[1] = middle * 4
-    with pytest.raises(FormatError, match=r"document 0 .* its sequences do not follow each other"):
-        check_bins(arrays, 8, "web.idx")
+@pytest.mark.parametrize(
+    ("lengths", "starts", "bounds"),
+    [
+        ([], [], [0]),
+        ([2, 1, 2, 1], [0, 2, 3, 8], [0, 3, 4]),
+        ([3, 5, 2], [0, 3, 8], [0, 1, 2, 3]),
+        ([0, 3, 0, 1], [0, 0, 3, 16], [0, 3, 4]),
+    ],
+    ids=["no documents", "padding", "full bins", "empty sequences"],
+)
+def test_documents_end_to_end_are_bins(
+    lengths: list[int], starts: list[int], bounds: list[int]
+) -> None:
+    check_bins(arrays_of(lengths, starts, bounds), 8, "web.idx")
+
+
+FOLLOW = "its sequences do not follow each other and the document before it"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "bounds", "message"),
+    [
+        ([4], [0], [0, 1, 1], "document 1 has no tokens"),
+        ([4, 0, 0], [0, 4, 4], [0, 1, 3], "document 1 has no tokens"),
+        ([2, 1, 2, 1], [0, 100, 3, 8], [0, 3, 4], f"document 0 .* {FOLLOW}"),
+        ([2, 1, 2, 1], [0, 0, 3, 8], [0, 3, 4], f"document 0 .* {FOLLOW}"),
+        ([1, 1], [1, 3], [0, 1, 2], f"document 0 .* {FOLLOW}"),
+        ([1, 1], [0, 3], [0, 1, 2], f"document 1 .* {FOLLOW}"),
+        ([1, 1, 1], [0, 2, 8], [0, 2, 3], f"document 0 .* {FOLLOW}"),
+        ([4, 2], [8, 0], [0, 1, 2], f"document 1 .* {FOLLOW}"),
+        ([6, 4], [0, 6], [0, 1, 2], "document 1 .* not within one bin of 8"),
+    ],
+)
+def test_documents_apart_are_no_bins(
+    lengths: list[int], starts: list[int], bounds: list[int], message: str
+) -> None:
+    """Readers count all tokens of a bin before its padding: those of a gap would be read too."""
+    with pytest.raises(FormatError, match=message):
+        check_bins(arrays_of(lengths, starts, bounds), 8, "web.idx")
 
 
 @pytest.mark.guarantee("megatron-files-order")
@@ -331,6 +356,7 @@ FORGERIES = {
     "dtype code": (17, b"\x63", "dtype code 99"),
     "sequence count": (18, HUGE, "header has 1152921504606846976 sequences"),
     "document count": (26, HUGE, "1152921504606846976 document bounds"),
+    "no document bounds": (18, struct.pack("<QQ", 334, 0), "header has no document bounds"),
     "negative length": (34 + 4 * 5, struct.pack("<i", -3), "sequence 5 has the negative length -3"),
     "length past the end": (
         34 + 4 * 199,

@@ -332,7 +332,8 @@ def test_many_indices_looked_at_together_are_sound_or_not_as_one_by_one(
         lengths = np.array(data.draw(st.lists(st.integers(0, 9), max_size=4)), np.int32)
         dtype: np.dtype[Any] = np.dtype(data.draw(st.sampled_from(["uint16", "int32"])))
         modes = np.zeros(len(lengths), np.int8) if data.draw(st.booleans()) else None
-        bounds = np.arange(len(lengths) + 1, dtype=np.int64)
+        num_bounds = data.draw(st.sampled_from([len(lengths) + 1, len(lengths) + 1, 0]))
+        bounds = np.arange(num_bounds, dtype=np.int64)
         body = bytearray(b"".join(encode_index(dtype, lengths, bounds, modes)))
         for _ in range(data.draw(st.integers(0, 2))):
             body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))

@@ -6,6 +6,7 @@ import errno
 import gc
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from streammega.config import parse_blend
 from streammega.convert.job import ConvertSegment
 from streammega.convert.options import ConvertOptions
 from streammega.convert.work_dir import WorkDir
-from streammega.convert.write.document_order import remove_duplicates
+from streammega.convert.write.document_order import COMPARED_BYTES, remove_duplicates
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES
 from streammega.dataset.resolve import find_pairs, resolve
@@ -160,6 +161,33 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
     flags = [np.fromfile(f"{part.prefix(job)}.keep", np.uint8) for part in kept]
     bits = [np.unpackbits(flag, count=1)[0] for flag in flags]
     assert (bits, removed) == ([1, 0], 1)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("num_parts", [1, 10])
+def test_duplicates_are_found_within_their_memory(
+    tmp_path: Path, num_parts: int, passes: int
+) -> None:
+    rng = np.random.default_rng(1)
+    documents = 60_000 // num_parts
+    parts = []
+    for unit in range(num_parts):
+        sides = rng.integers(0, 1 << 60, (3, documents), np.uint64)
+        sides.tofile(tmp_path / f"part-{unit}.side")
+        parts.append(ConvertSegment(name=f"part-{unit}", documents=documents, unit=unit))
+    job: Any = SimpleNamespace(
+        work_dir=WorkDir(str(tmp_path), StorageConfig()), options=ConvertOptions(dedup=True)
+    )
+    memory_bytes = -(-60_000 * COMPARED_BYTES // passes)
+    tracemalloc.start()
+    try:
+        _, removed = remove_duplicates(job, parts, memory_bytes)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert removed == 0
+    # a flag for each document of all passes, and what opening a file takes
+    assert peak <= memory_bytes + 60_000 + 100_000
 
 
 @pytest.mark.parametrize("name", ["{}/sets", "{}/sets/", "{}/sets/*", "{}/sets/a?"])

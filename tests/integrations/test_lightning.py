@@ -226,6 +226,17 @@ def test_epochs_and_resumes_in_any_order_train_on_the_stream(
     assert rows == stream(config, len(rows) // GLOBAL_BATCH + 1)[: len(rows)]
 
 
+@pytest.mark.guarantee("epochs-repeat-lose")
+def test_an_epoch_that_cannot_begin_loses_no_batch(endless: DataConfig) -> None:
+    rows = stream(endless, 1)
+    with StreamLoader(endless, **SIZES) as loader:
+        batches = ConsumedBatches(loader)
+        next(iter(batches))  # fetched, and not trained on
+        with loader._begin()._lock, pytest.raises(StateError, match="another thread waits"):
+            iter(batches)
+        assert rows_of(next(iter(batches))) == rows[: SIZES["micro_batch_size"]]
+
+
 def test_the_module_is_of_the_package_that_is_used(endless: DataConfig, tmp_path: Path) -> None:
     """`lightning.pytorch` and `pytorch_lightning` know nothing of each other's classes."""
     pytest.importorskip("lightning", reason="make integrations installs it")

@@ -523,7 +523,7 @@ def test_a_list_of_data_that_is_no_text_is_named(tmp_path: Path) -> None:
 @pytest.mark.guarantee("blends-padding-mean")
 def test_data_is_named_as_on_megatrons_command_line(prefixes: list[str], tmp_path: Path) -> None:
     listed = tmp_path / "blend.txt"
-    listed.write_text(f"30 {prefixes[0]}\n70 {prefixes[1]}\n")
+    listed.write_text(f"\ufeff30 {prefixes[0]}\n70 {prefixes[1]}\n", encoding="utf-8")
     by_split = tmp_path / "blend.json"
     by_split.write_text(
         json.dumps({"train": f"1 {prefixes[0]}", "valid": [prefixes[1]], "test": None})

@@ -173,6 +173,24 @@ def test_an_iteration_that_is_held_says_why_it_is_over() -> None:
 
 
 @pytest.mark.guarantee("textstream-reads-texts")
+def test_a_load_under_a_thread_that_waits_for_a_batch_changes_nothing() -> None:
+    stream = stream_of(corpus([12, 12]), micro_batch_size=2)
+    state = stream.state_dict()
+    iteration = stream._begin()
+    next(iteration)
+    taken = stream.consumed_samples
+    with iteration._lock, pytest.raises(StateError, match="another thread waits"):
+        stream.load_state_dict(state)
+    assert stream.consumed_samples == taken
+    next(iteration)
+    stream.load_state_dict(state)
+    with pytest.raises(StateError, match="load_state_dict moved its stream"):
+        next(iteration)
+    assert stream.consumed_samples == 0
+    stream.close()
+
+
+@pytest.mark.guarantee("textstream-reads-texts")
 def test_a_text_that_cannot_be_read_is_told_and_asked_for_again() -> None:
     shards = corpus([30])
     broken = True

@@ -668,6 +668,28 @@ def test_a_loader_is_not_closed_under_a_thread_that_is_about_to_wait() -> None:
     assert next(iteration) == {}
 
 
+@pytest.mark.guarantee("state-refused-changes")
+@pytest.mark.parametrize("move", ["seek", "load_state_dict"])
+def test_a_move_under_a_thread_that_waits_for_a_batch_changes_nothing(
+    config: DataConfig, move: str
+) -> None:
+    number = Numbered(config)
+    with StreamLoader(config, **SIZES) as loader:
+        loader.seek(80)
+        target: Any = 80 if move == "seek" else loader.state_dict()
+        loader.seek(0)
+        iteration = loader._begin()
+        assert number(iteration, 2) == EVERY[:2]
+        with iteration._lock, pytest.raises(StateError, match="another thread waits"):
+            getattr(loader, move)(target)
+        assert loader.consumed_samples == 8
+        assert number(iteration, 1) == EVERY[2:3]
+        getattr(loader, move)(target)
+        with pytest.raises(StateError, match=f"{move} moved its loader"):
+            next(iteration)
+        assert number([next(loader)]) == [80]
+
+
 def test_a_batch_that_was_passed_over_is_not_taken(config: DataConfig) -> None:
     with StreamLoader(config, **SIZES) as loader:
         expected = [loader.take()["tokens"].tolist() for _ in range(5)]

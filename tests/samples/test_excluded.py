@@ -42,6 +42,7 @@ from streammega.samples.excluded import (
     ExcludedRanges,
     ExcludedTokens,
     check_limits,
+    with_names_read,
 )
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
@@ -617,6 +618,18 @@ def test_documents_go_by_many_names(corpus: tuple[Path, Documents], tmp_path: Pa
     of_web = {f"{root}/web/": ["id-3"], "code": str(listed)}
     with pytest.raises(ConfigError, match="exclude_documents: no document is called"):
         excluded_of(config_of(root, exclude_documents=of_web))
+
+
+@pytest.mark.guarantee("excluded-documents-go")
+def test_names_of_a_file_end_at_newlines_alone_and_begin_after_its_byte_order_mark(
+    corpus: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    root, _ = corpus
+    names = ["id-1", "id\u2028two", "id\x0cthree"]
+    listed = tmp_path / "names.txt"
+    listed.write_bytes(("\ufeff" + "\r\n".join(names)).encode())
+    config = config_of(root, exclude_documents=str(listed))
+    assert with_names_read(config, "train").exclude_documents == [(0, names)]
 
 
 MISTAKES: list[tuple[Any, str]] = [

@@ -25,9 +25,9 @@ from streammega import (
     StreamLoader,
     build_datasets,
 )
-from streammega.errors import ConfigError, ObjectChangedError, StorageError
+from streammega.errors import ConfigError, ObjectChangedError, ObjectNotFoundError, StorageError
 from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore, map_file
-from streammega.storage.object_ops import move_or_copy
+from streammega.storage.object_ops import link, move_or_copy
 from streammega.storage.store import copy_into
 from tests.support.processes import launch
 from tests.support.typed import map_style, tokens
@@ -192,6 +192,48 @@ def test_a_move_to_another_disk_that_fails_is_an_error_that_names_the_file(
 
 
 @pytest.mark.guarantee("mapped-file-opened")
+def test_a_link_replaces_whatever_has_its_name(tmp_path: Path) -> None:
+    source = tmp_path / "new"
+    source.write_bytes(b"new")
+    for name in ("absent", "file", "again", "dangling", "symlink"):
+        target = tmp_path / name
+        if name == "file":
+            target.write_bytes(b"old")
+        elif name == "again":
+            os.link(source, target)
+        elif name == "dangling":
+            target.symlink_to(tmp_path / "nothing")
+        elif name == "symlink":
+            target.symlink_to(source)  # would dangle when its source is removed
+        assert link(str(source), str(target))
+        assert not target.is_symlink()
+        assert target.samefile(source)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSPC])
+def test_a_link_that_fails_leaves_the_file_that_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    source = tmp_path / "new"
+    target = tmp_path / "old"
+    target.write_bytes(b"old")
+    with pytest.raises(ObjectNotFoundError, match=f"{source}: no such file"):
+        link(str(source), str(target))
+    source.write_bytes(b"new")
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    if number == errno.EPERM:
+        assert not link(str(source), str(target))
+    else:
+        with pytest.raises(StorageError, match=f"{target}: no space left"):
+            link(str(source), str(target))
+    assert target.read_bytes() == b"old"
+
+
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:
     for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="4 bytes are to be written"):

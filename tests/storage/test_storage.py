@@ -650,6 +650,30 @@ def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_w
 
 
 @pytest.mark.guarantee("object-name-read")
+@pytest.mark.parametrize("has_root", [True, False])
+def test_listings_of_http_by_fsspec_have_sizes_and_keys_that_can_be_read(has_root: bool) -> None:
+    page = b"".join(b'<a href="%s">x</a>' % name for name in (b"a%20b.bin", b"d%2541.bin", b"sub/"))
+    objects = {
+        "/deep": page,
+        "/deep/": page,
+        "/deep/a%20b.bin": b"12345",
+        "/deep/d%2541.bin": b"678",
+    }
+    with http_server(objects) as server:
+        config = StorageConfig(transport="fsspec")
+        store, prefix = open_store(f"{server.url}/deep/", config)
+        if has_root:  # as where obstore fails
+            store, prefix = FsspecStore("http", server.url.partition("://")[2], config), "deep/"
+        listed = store.list(prefix, recursive=False)
+        names = ["a b.bin", "d%41.bin"] if has_root else ["a%20b.bin", "d%2541.bin"]
+        assert [(info.key, info.size) for info in listed] == [
+            (prefix + names[0], 5),
+            (prefix + names[1], 3),
+        ]
+        read = [bytes(store.read(info.key, [(0, 3)], info.etag)[0]) for info in listed]
+        assert read == [b"123", b"678"]
+
+
 def test_listings_by_obstore_hold_objects_and_no_markers_of_folders(moto: S3) -> None:
     bucket = moto.new_bucket()
     objects = {

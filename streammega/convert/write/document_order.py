@@ -204,8 +204,8 @@ def read_side(job: Job, part: ConvertSegment) -> SideRows:
 # --- duplicates ---
 
 COMPARED_BYTES = 64
-"""Memory for each document that is compared: five numbers, its place among the sorted ones, and
-copies of two of them, 8 bytes each.
+"""Memory for each document that is compared: five numbers, its place among the sorted ones, a copy of
+one of them, 8 bytes each, and a few flags. A test measures it.
 """
 
 
@@ -253,25 +253,26 @@ def _first_of_equal_ones(
     bounds: documents before each part.
     """
     columns: dict[str, list[NDArray[Any]]] = {}
+    for name in ("number", "unit", "high", "low", "document"):
+        columns[name] = []
     for part, documents_before in zip(parts, bounds, strict=False):
         side = read_side(job, part)
         # Equal documents have equal hashes, so they meet in the same pass.
         documents = np.flatnonzero(side["hash_low"] % np.uint64(passes) == pass_number)
-        rows = {
-            "low": side["hash_low"][documents],
-            "high": side["hash_high"][documents],
-            "unit": np.full(len(documents), part.unit, np.uint64),
-            "number": side["number"][documents],
-            "document": documents + documents_before,
-        }
-        for name, values in rows.items():
-            columns.setdefault(name, []).append(values)
-    compared = {name: np.concatenate(arrays) for name, arrays in columns.items()}
+        columns["number"].append(side["number"][documents])
+        columns["unit"].append(np.full(len(documents), part.unit, np.uint64))
+        columns["high"].append(side["hash_high"][documents])
+        columns["low"].append(side["hash_low"][documents])
+        columns["document"].append(documents + documents_before)
+    del documents
+    # The parts of a column are freed before the next one is joined.
+    compared = {name: np.concatenate(columns.pop(name)) for name in list(columns)}
     # Equal ones end up side by side, the first of the corpus before the others.
     order = np.lexsort([compared[name] for name in ("number", "unit", "high", "low")])
-    low = compared["low"][order]
-    high = compared["high"][order]
-    is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    is_first = np.zeros(len(order), np.bool_)
+    is_first[:1] = True
+    for name in ("low", "high"):
+        values = compared.pop(name)[order]
+        is_first[1:] |= values[1:] != values[:-1]
     kept: Integers = compared["document"][order[is_first]]
     return kept

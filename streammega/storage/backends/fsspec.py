@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import fsspec
 import fsspec.asyn
@@ -170,13 +170,19 @@ class FsspecStore(RemoteStore):
             self._checked[key, etag] = now
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Objects whose keys begin with a prefix, which may end inside a name."""
+        """Objects whose keys begin with a prefix, which may end inside a name. Sorted by key.
+
+        ETags are empty where listings have none. Sizes that they lack are looked up one by one.
+        """
         path = self._path(prefix)
         # Drivers list whole folders. Other objects are left out below.
         folder = path.rpartition("/")[0]
 
         def find(fs: Any) -> Any:
-            """The files of the folder by name; none if the folder does not exist."""
+            """The files of the folder by name; none if the folder does not exist.
+
+            Not by `_ask`: a listing is many requests, and `request_timeout` is for one.
+            """
             try:
                 if recursive:
                     return fs.find(folder, detail=True)
@@ -187,15 +193,20 @@ class FsspecStore(RemoteStore):
 
         files = self._call(prefix, find)
         # Other drivers have any text as ETag.
-        spell = listed_etag if self.scheme == "s3" else str
+        spell_etag = listed_etag if self.scheme == "s3" else str
+        # As `_path` quotes keys. Without a root they are URLs.
+        spell_name = unquote if self.root and self.scheme in _HTTP else str
+        wanted = spell_name(path.lstrip("/"))
         listed = []
-        wanted = path.lstrip("/")
         for name, meta in files.items():
-            listed_path = name.lstrip("/")
+            listed_path = spell_name(name.lstrip("/"))
             if listed_path.startswith(wanted):
                 # Spelled as the prefix: some drivers begin their names with a slash.
                 key = prefix + listed_path[len(wanted) :]
-                etag = spell(_etag_of(meta))
+                if meta["size"] is None:
+                    listed.append(self.info(key))
+                    continue
+                etag = spell_etag(_etag_of(meta))
                 listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
         return sorted(listed, key=lambda info: info.key)
 

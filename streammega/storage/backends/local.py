@@ -292,7 +292,7 @@ class LocalWriter(ObjectWriter):
         """Append bytes. A full disk is a StorageError that names the path."""
         try:
             self._file.write(data)
-            self._size += len(data)
+            self._size += memoryview(data).nbytes
             if self._size - self._written_back >= WRITE_BACK_BYTES:
                 self._write_back()
         except OSError as error:
