@@ -43,8 +43,11 @@ def describe(
         str | None, typer.Option(help="Write the document-length histogram to this PNG.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=0, help="How many of the first tokens are shown.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            min=0, help="How many of the first tokens are shown.", show_default=str(SHOWN_TOKENS)
+        ),
+    ] = None,
     last_step: Annotated[
         int | None, typer.Option(help="The last step of a run to count; by default the run's last.")
     ] = None,
@@ -61,6 +64,7 @@ def describe(
         for name, value in (
             ("--tokenizer", tokenizer),
             ("--plot", plot),
+            ("--tokens", tokens),
             ("--storage", storage),
             ("--storage-file", storage_file),
         ):
@@ -76,7 +80,7 @@ def describe(
         prefix,
         tokenizer,
         plot,
-        tokens,
+        SHOWN_TOKENS if tokens is None else tokens,
         storage_config(storage, storage_file, looks_only=True),
         as_json=as_json,
     )

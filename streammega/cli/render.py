@@ -180,16 +180,26 @@ def _group(group: Any, level: int) -> Iterator[Heading | Table]:
         if not all(isinstance(value, Mapping) for value in group.values()):
             yield from _blocks(group, level)
             return
-        group = [{"name": name, **values} for name, values in group.items()]
+        # things may have a name that is not their key
+        key_name = "key" if any("name" in values for values in group.values()) else "name"
+        group = [{key_name: key, **values} for key, values in group.items()]
+    else:
+        key_name = "name"
     if any(_is_group(value) for item in group for value in item.values()):
         for item in group:
-            numbers = {name: value for name, value in item.items() if _is_title(name, value)}
-            words = [f"{name} {_cell(value)}" for name, value in numbers.items()]
+            titles = {
+                name: value
+                for name, value in item.items()
+                if name in ("name", key_name) or _is_number(value)
+            }
+            words = [f"{name} {_cell(value)}" for name, value in titles.items()]
             yield Heading(level, ", ".join(words))
-            others = {name: value for name, value in item.items() if name not in numbers}
+            others = {name: value for name, value in item.items() if name not in titles}
             yield from _blocks(others, level + 1)
         return
     names = list(dict.fromkeys(name for item in group for name in item))
+    if not names:
+        return
     rows = [[_with_bounds(name, item.get(name)) for name in names] for item in group]
     yield Table(level, names, rows)
 
@@ -201,9 +211,8 @@ def _with_bounds(name: str, value: Any) -> Any:
     return value
 
 
-def _is_title(name: str, value: Any) -> bool:
-    """Whether a value names the thing that has it."""
-    return name == "name" or (isinstance(value, int) and not isinstance(value, bool))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_group(value: Any) -> bool:

@@ -65,7 +65,7 @@ class FieldsConfig:
     """Tokens of a sample, S."""
     eod_id: Annotated[int | None, Ge(0)] = None
     """The id that ends documents."""
-    pad_id: int | None = None
+    pad_id: Annotated[int | None, Ge(0)] = None
     """The tokenizer's padding id; None: it has no padding."""
     allow_ambiguous_pad_tokens: bool = False
     """Accept a pad_id that equals eod_id; otherwise such a pad_id is ignored."""

@@ -204,7 +204,8 @@ def check_phases(
     """
     if ORDERS[order].datasets_at_phase is None:
         raise ConfigError(
-            'phases belong to the stream order, and to that of Megatron: set order="stream"'
+            'phases belong to the stream order and to that of Megatron: set order="stream" or '
+            'order="megatron"'
         )
     first_before = 0
     for number, phase in enumerate(phases, 1):

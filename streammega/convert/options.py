@@ -129,8 +129,9 @@ class ConvertOptions:
     add_special_tokens: Annotated[bool, Flag(TEXT)] = False
     """Let a tokenizer.json's post-processor add its tokens."""
     tiktoken_pattern: Annotated[str | None, Flag(TEXT)] = None
-    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, qwen, or a
-    regular expression. None: by the number of its tokens, where that is one of these.
+    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, llama3.1, qwen,
+    or a regular expression. None: by the number of its tokens, where that is one of these; llama3.1
+    has to be given, as it names other special tokens of the same number.
     """
     split_sentences: Annotated[str | None, Flag(TEXT, metavar="LANG")] = None
     """Make each sentence a sequence, e.g. en."""

@@ -331,12 +331,20 @@ def _connected() -> Iterator[Any]:
         raise ConfigError("the ray backend needs Ray: pip install 'streammega[ray]'") from None
     is_joined_here = not ray.is_initialized()
     if is_joined_here:
-        ray.init(
-            address=os.environ.get("RAY_ADDRESS"),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=False,
-        )
+        address = os.environ.get("RAY_ADDRESS")
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+            )
+        except (Exception, SystemExit) as error:  # it exits if a cluster does not answer
+            where = f"at RAY_ADDRESS={address}" if address else "on this machine"
+            raise ConfigError(
+                f"Ray cannot be joined or started {where} ({type(error).__name__}: {error}); set "
+                f"RAY_ADDRESS to a running cluster, or use --backend local"
+            ) from None
     try:
         yield ray
     finally:

@@ -133,7 +133,9 @@ def _open_datasets(
     jobs: list[Callable[[], Any]] = [
         partial(shard.read_header, is_one_of_many=are_many) for shard in unread
     ]
-    jobs += [partial(read_ends, [shard]) for shard in at_ends if shard.ends is None]
+    # Each job may send so many, since so many jobs run at once.
+    each = max(1, storage.max_concurrent_requests // at_once)
+    jobs += [partial(read_ends, [shard], each) for shard in at_ends if shard.ends is None]
     _run(jobs, shards, at_once)
     for shard in shards:
         shard.open()
@@ -211,7 +213,8 @@ def _header_of(row: Sequence[int], shard: Shard, path: Path) -> IndexHeader:
     code, sequences, documents, modes, _ = row
     expected_bytes = index_bytes(sequences, documents, multimodal=bool(modes))
     assert shard.index_version is not None
-    if code not in DTYPE_OF_CODE or sequences < 0 or expected_bytes != shard.index_version[0]:
+    is_header = code in DTYPE_OF_CODE and sequences >= 0 and documents > 0
+    if not is_header or expected_bytes != shard.index_version[0]:
         raise corrupt_cache_error(f"{path}: does not hold the header of {shard.index_url}")
     return IndexHeader(
         dtype=DTYPE_OF_CODE[code],
@@ -251,7 +254,7 @@ def _read_rows(
             read_one, shards, min(MAX_HEADER_REQUESTS, storage.max_concurrent_requests)
         )
         parts.append(rows_of_headers(headers))
-    read_ends(at_ends)
+    read_ends(at_ends, min(MAX_HEADER_REQUESTS, storage.max_concurrent_requests))
     ends = [shard.ends or 0 for shard in shards]
     return np.column_stack([np.concatenate(parts), np.array(ends, np.int64)])
 
@@ -377,7 +380,7 @@ def end_shards(shards: Sequence[Shard]) -> list[Shard]:
     return [first] if first is last else [first, last]
 
 
-def read_ends(shards: Sequence[Shard]) -> None:
+def read_ends(shards: Sequence[Shard], max_requests: int) -> None:
     """Set `ends` of each shard where it is not known, by requests that go out together.
 
     Raises ObjectNotFoundError, ObjectChangedError, FormatError, StorageError.
@@ -387,14 +390,15 @@ def read_ends(shards: Sequence[Shard]) -> None:
         if shard.ends is None:
             store, _ = shard.tokens()
             shards_of_store.setdefault(id(store), []).append(shard)
+    each = max(1, max_requests // max(1, len(shards_of_store)))
     _run(
-        [partial(_read_ends_of_store, each) for each in shards_of_store.values()],
+        [partial(_read_ends_of_store, of_store, each) for of_store in shards_of_store.values()],
         shards,
-        MAX_HEADER_REQUESTS,
+        max_requests,
     )
 
 
-def _read_ends_of_store(shards: Sequence[Shard]) -> None:
+def _read_ends_of_store(shards: Sequence[Shard], max_requests: int) -> None:
     """Set `ends` of shards whose tokens are all in one store."""
     store, _ = shards[0].tokens()
     infos = [info for _, info in (shard.tokens() for shard in shards)]
@@ -405,7 +409,7 @@ def _read_ends_of_store(shards: Sequence[Shard]) -> None:
             unmapped.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in parts
         ]
     else:
-        bodies = read_many(store, parts, MAX_HEADER_REQUESTS)
+        bodies = read_many(store, parts, max_requests)
     unused = iter(bodies)
     for shard, info in zip(shards, infos, strict=True):
         read = b"".join(next(unused) for _ in _end_spans(info))

@@ -162,7 +162,8 @@ class IndexedDataset(Sequence["Item"]):
     def _open(self, datasets: list[list[Shard]]) -> list[str]:
         """Open all shards; returns their names."""
         (self._shards,) = datasets
-        opened = parallel_map(Shard.tokens, self._shards, MAX_OPENED)
+        at_once = self._max_opened
+        opened = parallel_map(Shard.tokens, self._shards, at_once)
         self._sizes = [info.size for _, info in opened]
         self.store: Store
         self.bin_key: str
@@ -177,8 +178,10 @@ class IndexedDataset(Sequence["Item"]):
         # All at once: one after the other, each would take a round trip.
         at_ends = end_shards(self._shards)
         jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._shards]
-        jobs.append(partial(read_ends, at_ends))
-        parallel_map(lambda job: job(), jobs, MAX_OPENED)
+        jobs.append(
+            partial(read_ends, at_ends, max(1, self.storage.max_concurrent_requests // at_once))
+        )
+        parallel_map(lambda job: job(), jobs, at_once)
         # Now, because errors belong here. Not through the property: before Python 3.12 it would open
         # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -225,7 +228,12 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_indices(self) -> list[IndexArrays]:
         numbers = range(len(self._shards))
-        return parallel_map(self._open_part, numbers, MAX_OPENED)
+        return parallel_map(self._open_part, numbers, self._max_opened)
+
+    @property
+    def _max_opened(self) -> int:
+        """Most shards that are opened at once."""
+        return min(MAX_OPENED, self.storage.max_concurrent_requests)
 
     def _open_part(self, number: int) -> IndexArrays:
         """The `.idx` of one of its shards."""

@@ -5,6 +5,7 @@ TextStream.
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import tarfile
 from collections import deque
@@ -196,16 +197,16 @@ def webdataset_texts(
     return texts
 
 
+_NOTE = re.compile(r"__[^/]*__(/|$)")
+"""Names of webdataset's own notes, and of members of folders of such names."""
+
+
 def _members(file: Any, suffix: str) -> Iterator[bytes]:
     """The contents of the regular members of this suffix; webdataset's own notes are left out."""
     # as a stream: nothing is sought, so that objects are read once and ahead
     with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as tar:
         for member in tar:
-            if (
-                not member.isreg()
-                or member.name.startswith("__")
-                or not member.name.endswith(suffix)
-            ):
+            if not member.isreg() or not member.name.endswith(suffix) or _NOTE.match(member.name):
                 continue
             content = tar.extractfile(member)
             assert content is not None  # it is a regular file

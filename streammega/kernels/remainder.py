@@ -25,7 +25,7 @@ from streammega.kernels.stream import (
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py b69e7c7a
+# compiled with stream.py e78ab981
 
 INTERVAL = np.dtype(
     [

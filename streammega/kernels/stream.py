@@ -22,7 +22,8 @@ import numpy as np
 from streammega.kernels.jit import kernel
 from streammega.kernels.keyed import GOLDEN, bounded, keyed, mix_one, permute, permute_back
 
-# A change here needs a new digest in remainder.py: see jit.py.
+# numba's cache of a kernel notices changes in the kernel's own file only. So after any change here,
+# write this file's new digest into remainder.py; test_kernels.py prints the line.
 # compiled with keyed.py 90779475
 
 DATASET = np.dtype(
@@ -431,7 +432,7 @@ def assign_blocks(
 @kernel
 def block_runs(datasets, parts, extra, opened, runs):
     """Fill runs, RUN records, with the tokens of blocks in the order of their offsets; returns how
-    many. item: the block's place in `opened`. A block has at most count + 1 runs.
+    many. item: the block's place in `opened`. A block has at most as many runs as samples.
     """
     count = 0
     for i in range(len(opened)):

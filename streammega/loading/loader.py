@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _begin_lock = process_lock()
 """If two threads take the first batch at once, only one begins the iteration.
 
-The lock is not a part of the loader, because a loader can be pickled.
+The lock is not a part of the loader, because a loader can be pickled while it has no iteration.
 """
 
 if TYPE_CHECKING:
@@ -160,6 +160,15 @@ class StreamLoader:
         self._stop("another iteration of its loader began, and one loader has one cursor")
         self._seek_start_of_pass()
         return self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the loader has. Raises StateError while the loader has an iteration."""
+        if self._running is not None or self._following is not None:
+            raise StateError(
+                "a loader cannot be pickled or copied while it has an iteration, which reads ahead; "
+                "call close() first: loader and copy then go on at the cursor. Or pickle state_dict()"
+            )
+        return self.__dict__
 
     def __enter__(self) -> StreamLoader:
         return self

@@ -107,8 +107,7 @@ class OpenBlocks:
 
     def _runs(self, opened: Records) -> Records:
         """The runs of tokens that blocks consist of."""
-        # A run holds at least one sample; the kernel asks for room for one more of each block.
-        runs = np.empty(int(opened["count"].sum()) + len(opened), RUN)
+        runs = np.empty(int(opened["count"].sum()), RUN)  # a run has at least one sample
         return runs[: block_runs(*self.order.layout, self.order.extra, opened, runs)]
 
     def release_all(self, lanes: Integers) -> tuple[Integers, Integers]:

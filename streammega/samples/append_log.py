@@ -122,14 +122,16 @@ class AppendLog:
         first = self._to_json(NOTHING, run=dict(run))
         self._create(0, first)
         raw = read_if_exists(self._url_of(0), self._storage)
-        written = self._parse(raw or b"", 0).get("run")
+        if raw is None:
+            raise self._lost(0)
+        written = self._parse(raw, 0).get("run")
         if written != json.loads(json.dumps(dict(run))):  # noqa: TID251
             raise ConfigError(
                 f"{self.url}: is the log of another run ({written}, and this one is "
                 f"{dict(run)}); name another folder by data.follow.log_url"
             )
         # the second write must be refused: else two ranks could each write an entry
-        if self._create(0, raw or first):
+        if self._create(0, raw):
             raise _no_conditions(self.url, "what is there is written over")
 
     def write(self, entry: LogEntry) -> LogEntry:
@@ -137,10 +139,7 @@ class AppendLog:
         self._create(entry.sample, self._to_json(entry))
         written = self.at(entry.sample)
         if written is None:
-            raise StateError(
-                f"{self._url_of(entry.sample)}: was written and is gone, so ranks could take in different "
-                "versions; let nothing remove files of this folder, and resume the run"
-            )
+            raise self._lost(entry.sample)
         return written
 
     def _create(self, sample: int, data: bytes) -> bool:
@@ -166,9 +165,20 @@ class AppendLog:
         if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
             raise self._damaged(sample, "it is not of this format")
         version = stored.pop("version", None)
+        if type(version) is int and version > VERSION:
+            raise FormatError(
+                f"{self._url_of(sample)}: is a log of version {version}, and this streammega reads "
+                f"version {VERSION}; resume the run with a newer streammega"
+            )
         if version != VERSION:
             raise self._damaged(sample, f"version {version}; this program reads {VERSION}")
         return stored
+
+    def _lost(self, sample: int) -> StateError:
+        return StateError(
+            f"{self._url_of(sample)}: was written and is gone, so ranks could take in different "
+            "versions; let nothing remove files of this folder, and resume the run"
+        )
 
     def _damaged(self, sample: int, why: str) -> FormatError:
         return FormatError(

@@ -76,14 +76,30 @@ def build_split(
     # gives it a weight, never where `blend_per_split` does.
     alone = len(blend.prefixes) == 1 and (blend.weights is None or config.blend is None)
     if alone:
+        _open_all(blend.prefixes, config, opened)
         return _single(config, blend.prefixes[0], blend.shares, split, num_samples, opened)
     if split == "valid" and config.multiple_validation_sets:
+        _open_all(blend.prefixes, config, opened)
         sets = [
             _single(config, prefix, blend.shares, split, num_samples, opened)
             for prefix in blend.prefixes
         ]
         return [dataset for dataset in sets if dataset is not None]
     return _blended(config, blend, split, num_samples, opened)
+
+
+def _open_all(
+    prefixes: Sequence[str], config: DataConfig, opened: dict[str, IndexedDataset]
+) -> None:
+    """Add each dataset to `opened` that is not there, once: a blend may name it several times."""
+    missing = [prefix for prefix in dict.fromkeys(prefixes) if prefix not in opened]
+    at_once = min(MAX_OPENERS, config.storage.max_concurrent_requests)
+    datasets = parallel_map(
+        lambda prefix: IndexedDataset(prefix, config.storage, config.index_cache_dir),
+        missing,
+        at_once,
+    )
+    opened.update(zip(missing, datasets, strict=True))
 
 
 def _single(
@@ -96,11 +112,8 @@ def _single(
 ) -> GPTDataset | None:
     """The samples of one dataset in a split; None where the split string gives it no share.
 
-    Units of the split are sequences, or the bins of a packed dataset. Adds to `opened`.
+    Units of the split are sequences, or the bins of a packed dataset. opened: has the dataset.
     """
-    # opened once: a pair of several splits would be looked up, and its .idx read, for each
-    if prefix not in opened:
-        opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
     indexed = opened[prefix]
     bounds = split_bounds(shares, num_units_of(indexed))[split]
     if bounds is None:
@@ -132,6 +145,7 @@ def _blended(
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
         counts = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
+    _open_all(prefixes, config, opened)
     parts = parallel_map(
         lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
         list(zip(prefixes, counts, strict=True)),

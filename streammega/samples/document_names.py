@@ -66,7 +66,8 @@ class DocumentNames:
     @cached_property
     def all_shards(self) -> list[list[ShardDocuments]]:
         """The shards of every dataset."""
-        return parallel_map(self.shards, range(len(self.prefixes)), MAX_OPENERS)
+        at_once = min(MAX_OPENERS, self._config.storage.max_concurrent_requests)
+        return parallel_map(self.shards, range(len(self.prefixes)), at_once)
 
     def find(self, name: str) -> list[DocumentName]:
         """The documents of one name, as `find_all` finds them; none where no document has it."""

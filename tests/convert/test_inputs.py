@@ -277,6 +277,20 @@ def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("corpus-shards-stream")
+def test_llama_files_of_one_size_name_special_tokens_by_their_pattern() -> None:
+    from streammega.convert.tokenize.tokenizer_files import find_pattern
+
+    llama3 = find_pattern("tokenizer.model", 128_000, None)
+    assert llama3 == find_pattern("tokenizer.model", 128_000, "llama3")
+    later = find_pattern("tokenizer.model", 128_000, "llama3.1")
+    assert later.expression == llama3.expression
+    assert len(set(later.special_tokens)) == len(set(llama3.special_tokens)) == 256
+    named = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
+    assert {number: later.special_tokens[number] for number in named} == named
+    assert llama3.special_tokens[8:10] == ("<|reserved_special_token_4|>", "<|eot_id|>")
+    assert later.special_tokens[255] == "<|reserved_special_token_247|>"
+
+
 def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
     import base64
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -627,6 +628,21 @@ def test_a_cluster_needs_a_work_folder_of_all_its_machines(
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match="--work-dir"):
         convert([str(tmp_path / "a.txt")], "memory://x/web", tokenizer="bytes", backend="ray")
+
+
+@pytest.mark.parametrize("failure", [None, ConnectionError("no answer"), SystemExit(15)])
+def test_a_cluster_that_cannot_be_joined_is_a_setting_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
+) -> None:
+    """Ray itself exits the program if no cluster answers."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    if failure is not None:
+        monkeypatch.setattr(ray, "init", Mock(side_effect=failure))
+    with pytest.raises(
+        ConfigError, match="Ray cannot be joined or started at RAY_ADDRESS=nonsense"
+    ):
+        list(run_parallel(failing_task, range(3), ExecutionConfig(backend="ray"), ignore))
 
 
 @pytest.fixture(scope="class")

@@ -89,7 +89,8 @@ def test_a_zip_of_one_file_is_read_and_of_more_refused(tmp_path: Path) -> None:
 def test_a_zip_of_a_mac_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
         archive.writestr("a.jsonl", LINES)
-        archive.writestr("__MACOSX/._a.jsonl", "attributes")
+        for name in ("__MACOSX/._a.jsonl", "._a.jsonl", ".DS_Store", "in/.DS_Store", "in/._b"):
+            archive.writestr(name, "attributes")
     assert made([str(tmp_path / "a.jsonl.zip")], tmp_path / "out") == ["one", "two"]
     (tmp_path / "b.jsonl.zip").write_bytes(b"PK and no more")
     with pytest.raises(ConvertError, match=r"b\.jsonl\.zip: is no whole \.zip .*; copy it again"):

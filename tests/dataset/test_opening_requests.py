@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -329,6 +330,45 @@ def test_shards_and_datasets_are_looked_up_at_once() -> None:
     StreamLoader(blend, micro_batch_size=1, global_batch_size=1).close()
     with ThreadPoolExecutor(4) as pool:
         assert [len(found) for found in pool.map(IndexedDataset, names)] == [10] * 4
+
+
+class Counted(MockStore):
+    """A mock store that counts how many requests it answers at once."""
+
+    lock = threading.Lock()
+    running: ClassVar[list[None]] = []
+    most: ClassVar[int] = 0
+
+    def fetch(self, key: str, spans: Any, etag: str = "") -> Any:
+        with self.lock:
+            self.running.append(None)
+            Counted.most = max(Counted.most, len(self.running))
+        time.sleep(0.002)
+        try:
+            return super().fetch(key, spans, etag)
+        finally:
+            with self.lock:
+                self.running.pop()
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_openings_keep_to_the_most_requests_at_once(tmp_path: Path, order: Any) -> None:
+    register_scheme("counted", Counted)
+    Counted.most = 0
+    names = [f"counted://tokens=40000,length=10,seed={number}" for number in range(12)]
+    config = DataConfig(
+        blend=names,
+        sequence_length=8,
+        order=order,
+        num_samples=(100, 0, 0),
+        storage=StorageConfig(max_concurrent_requests=2),
+        index_cache_dir=tmp_path,
+    )
+    if order == "stream":
+        StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+    else:
+        IndexedDataset(names[0], config.storage, tmp_path)
+    assert Counted.most <= 2
 
 
 class Beside(MockStore):

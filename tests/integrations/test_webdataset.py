@@ -347,15 +347,27 @@ def test_a_shard_that_was_cut_or_is_damaged_anywhere_is_an_error(tmp_path: Path)
 
 @pytest.mark.guarantee("textstream-reads-texts")
 def test_notes_and_folders_in_a_shard_are_no_texts(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("__meta__.txt"))
+    contents = {
+        "__meta__": b"a note",
+        "__meta__/a.txt": b"a note",
+        "folder/a.txt": b"one",
+        "__b.txt": b"two",
+        "folder/__c__.txt": b"three",
+    }
+    path = str(tmp_path / "a.tar.gz")
+    with tarfile.open(path, "w:gz") as tar:
         folder = tarfile.TarInfo("folder.txt")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-        text = tarfile.TarInfo("folder/a.txt")
-        text.size = 3
-        tar.addfile(text, io.BytesIO(b"one"))
-    assert list(webdataset_texts()(str(tmp_path / "a.tar.gz"))) == ["one"]
+        for name, content in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    texts = list(webdataset_texts()(path))
+    assert texts == ["one", "two", "three"]
+    with open(path, "rb") as file:
+        theirs = list(webdataset.tariterators.tar_file_iterator(file))
+    assert texts == [member["data"].decode() for member in theirs]
 
 
 @pytest.mark.guarantee("textstream-number-ranks")

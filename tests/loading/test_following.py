@@ -25,6 +25,7 @@ from streammega import (
 from streammega.dataset.append import append
 from streammega.dataset.manifest import version_url
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.samples.append_log import FORMAT, VERSION, AppendLog
 from streammega.samples.auto_append import recorded
 from streammega.storage import save_bytes
 from tests.support.builders import put_dataset
@@ -426,6 +427,14 @@ def test_a_run_may_begin_to_follow_in_the_middle(web: str) -> None:
         assert take(loader, 60) == read
 
 
+def test_a_log_that_is_removed_while_a_run_begins_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.samples.append_log.read_if_exists", lambda *_: None)
+    with pytest.raises(StateError, match="was written and is gone"):
+        AppendLog(str(tmp_path / "record"), StorageConfig()).begin({"seed": 1})
+
+
 @pytest.mark.guarantee("ranks-killed-between")
 def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
     web: str, tmp_path: Path
@@ -446,6 +455,10 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
         pytest.raises(StateError, match=r"phases\.1: the checkpoint has"),
     ):
         loader.load_state_dict(state)
+    newer = {"format": FORMAT, "version": VERSION + 1, "more": []}
+    Path(f"{tmp_path}/record/{20:020d}.json").write_text(json.dumps(newer))
+    with pytest.raises(FormatError, match="resume the run with a newer streammega"):
+        opened(config)
     Path(f"{tmp_path}/record/{20:020d}.json").write_text('{"format"')
     with pytest.raises(FormatError, match="is a damaged log of what a run took in"):
         opened(config)

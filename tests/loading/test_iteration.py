@@ -690,6 +690,25 @@ def test_a_move_under_a_thread_that_waits_for_a_batch_changes_nothing(
         assert number([next(loader)]) == [80]
 
 
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_a_loader_is_copied_between_its_iterations(
+    config: DataConfig, make: Callable[[Any], StreamLoader]
+) -> None:
+    number = Numbered(config)
+    with StreamLoader(config, **SIZES) as loader:
+        assert number(loader, 2) == EVERY[:2]
+        with pytest.raises(StateError, match=r"while it has an iteration.*close\(\)"):
+            make(loader)
+        loader.close()
+        loader.pass_over()
+        with pytest.raises(StateError, match=r"while it has an iteration.*close\(\)"):
+            make(loader)
+        loader.close()
+        with make(loader) as another:
+            assert number(another, 2) == EVERY[3:5]
+        assert number(loader, 1) == EVERY[3:4]
+
+
 def test_a_batch_that_was_passed_over_is_not_taken(config: DataConfig) -> None:
     with StreamLoader(config, **SIZES) as loader:
         expected = [loader.take()["tokens"].tolist() for _ in range(5)]

@@ -389,6 +389,7 @@ def test_settings_that_cannot_work_are_refused(
         ({"shuffle_lanes": 4.0}, "shuffle_lanes is 4.0"),
         ({"eod_id": 1.5}, "eod_id is 1.5"),
         ({"eod_id": -1}, "eod_id is -1"),
+        ({"pad_id": -5}, "pad_id is -5"),
         (
             {"eod_id": 100, "vocab_size": 100},
             "eod_id is 100, outside of the vocabulary of 100: no document would ever end",

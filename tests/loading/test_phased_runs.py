@@ -549,7 +549,7 @@ def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "sequential"}, "phases belong to the stream order, and to that of Megatron"),
+        ({"order": "sequential"}, 'set order="stream" or order="megatron"'),
         ({"phases": [{"first_sample": 9}]}, "it must be a PhaseConfig, such as"),
         (
             {"phases": [PhaseConfig(first_sample=9), PhaseConfig(first_sample=9)]},

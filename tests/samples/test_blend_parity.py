@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from streammega import (
     BlendedDataset,
     DataConfig,
+    IndexedDataset,
     StreamLoader,
     build_datasets,
     locate,
@@ -285,6 +287,28 @@ def test_padding_of_a_batch_needs_a_mask(pairs: list[str], tmp_path: Path, blend
         dataset[None]
     tokens_alone: Any = build_datasets(replace(config, fields=["tokens"]), (20, None, None))[0]
     assert tokens_alone[None]["tokens"].equal(tokens_alone[0]["tokens"])
+
+
+def test_a_dataset_that_a_blend_names_twice_is_opened_once(
+    pairs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def open_slowly(prefix: str, *rest: Any) -> IndexedDataset:
+        opened.append(prefix)
+        time.sleep(0.05)  # as long as the other thread needs to find that it is not open
+        return IndexedDataset(prefix, *rest)
+
+    monkeypatch.setattr("streammega.samples.build.IndexedDataset", open_slowly)
+    config = DataConfig(
+        blend=[(prefix, 0.25) for prefix in (pairs[0], pairs[1]) * 2],
+        sequence_length=8,
+        num_samples=(40, 0, 0),
+        index_cache_dir=tmp_path,
+    )
+    train, _, _ = build_datasets(config)
+    assert train is not None
+    assert sorted(opened) == sorted(pairs[:2])
 
 
 def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from streammega.cli.main import main
+from streammega.cli.render import as_page, as_text
 from streammega.samples.provenance import Provenance
 from streammega.train.config import load_run
 from streammega.train.splits import data_of
@@ -170,6 +171,27 @@ def test_an_order_is_measured_in_every_phase(
     assert "phase 3, first_sample 640, samples " in capsys.readouterr().out
 
 
+def test_a_report_shows_keys_beside_names_and_leaves_out_what_is_empty() -> None:
+    report = {
+        "flat": {"a": {"name": "x", "size": 1}, "b": {"size": 2}},
+        "deep": {"c": {"name": "y", "parts": [{"size": 3}]}},
+        "empty": [{}, {}],
+    }
+    lines = [line.split() for line in as_text(report).splitlines()]
+    assert lines == [
+        ["flat"],
+        ["key", "name", "size"],
+        ["a", "x", "1"],
+        ["b", "2"],
+        ["deep"],
+        ["key", "c,", "name", "y"],
+        ["size"],
+        ["3"],
+        ["empty"],
+    ]
+    assert "<th>key</th><th>name</th>" in as_page(report, "title")
+
+
 @pytest.mark.guarantee("describe-order-report")
 def test_options_that_would_be_passed_over_are_refused(
     run_file: str, capsys: pytest.CaptureFixture[str]
@@ -181,6 +203,7 @@ def test_options_that_would_be_passed_over_are_refused(
             "--plot: draws one order, and run.toml has 4 phases",
         ),
         (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer is for datasets"),
+        (["describe", run_file, "--tokens", "3"], "--tokens is for datasets"),
         (["describe", WEB, "--last-step", "3"], "--last-step needs a run file (.toml)"),
         (["describe", run_file, "--last-step", "95"], "--last-step 95: steps are counted from 1"),
     ):

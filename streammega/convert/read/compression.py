@@ -131,6 +131,10 @@ def open_stream(
             yield file
 
 
+_OF_MACOS = re.compile(r"^__MACOSX/|(^|/)(\._[^/]*|\.DS_Store)$")
+"""Files that macOS adds: the attributes of a file, and how a folder is shown."""
+
+
 def _only_member(file: Any, name: str) -> Any:
     """Open the only file of a .zip. Raises ConvertError for another number of files.
 
@@ -141,8 +145,7 @@ def _only_member(file: Any, name: str) -> Any:
     except zipfile.BadZipFile as error:
         raise ConvertError(f"{name}: is no whole .zip ({error}); copy it again") from None
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    # macOS adds a file of attributes to each file
-    names = [member for member in names if not member.startswith("__MACOSX/")]
+    names = [member for member in names if not _OF_MACOS.search(member)]
     if len(names) != 1:
         raise ConvertError(
             f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "

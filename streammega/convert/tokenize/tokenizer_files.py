@@ -101,15 +101,19 @@ def load_gpt2_files(vocab: str, merges: str) -> Any:
     return tokenizer
 
 
-def _llama3_tokens() -> tuple[str, ...]:
+_LLAMA3_NAMES = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "<|eot_id|>",
+}
+_LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
+"""What Llama 3.1 and later name too."""
+
+
+def _llama3_tokens(named: dict[int, str]) -> tuple[str, ...]:
     """The 256 special tokens behind Llama-3's 128,000."""
-    named = {
-        0: "<|begin_of_text|>",
-        1: "<|end_of_text|>",
-        6: "<|start_header_id|>",
-        7: "<|end_header_id|>",
-        9: "<|eot_id|>",
-    }
     # numbered by themselves: those with names leave no gap
     reserved = (f"<|reserved_special_token_{number}|>" for number in itertools.count())
     return tuple(named.get(number) or next(reserved) for number in range(256))
@@ -133,7 +137,19 @@ PATTERNS = (
     Pattern(name="p50k_base", expression=_GPT2, size=50280),
     Pattern(name="cl100k_base", expression=_CL100K, size=100256, first=100257),
     Pattern(name="o200k_base", expression=_O200K, size=199998, first=199999),
-    Pattern(name="llama3", expression=_LLAMA3, size=128000, special_tokens=_llama3_tokens()),
+    Pattern(
+        name="llama3",
+        expression=_LLAMA3,
+        size=128000,
+        special_tokens=_llama3_tokens(_LLAMA3_NAMES),
+    ),
+    # Its byte pairs are those of llama3, which is found by the size.
+    Pattern(
+        name="llama3.1",
+        expression=_LLAMA3,
+        size=128000,
+        special_tokens=_llama3_tokens(_LLAMA3_NAMES | _LLAMA31_NAMES),
+    ),
     Pattern(
         name="qwen",
         expression=_QWEN,
@@ -150,7 +166,7 @@ def find_pattern(path: str, size: int, wanted: str | None) -> Pattern:
     Raises ConvertError where nothing tells it.
     """
     by_name = {pattern.name: pattern for pattern in PATTERNS}
-    by_size = {pattern.size: pattern for pattern in PATTERNS}
+    by_size = {pattern.size: pattern for pattern in reversed(PATTERNS)}  # the first of a size
     if wanted is None and size in by_size:
         return by_size[size]
     if wanted in by_name:
