@@ -201,6 +201,9 @@ def check_phases(
 ) -> None:
     """Raise ConfigError for phases that do not follow each other, or do not go with the order and
     the blend_schedule. phases: at least one.
+
+    A phase at a step or token has first_sample 0 here and is not compared. `resolve_phase_starts`
+    later gives it its sample and makes another config, which calls this again.
     """
     if ORDERS[order].datasets_at_phase is None:
         raise ConfigError(

@@ -93,7 +93,8 @@ def append(
 def check_can_append(
     prefix: str, name: str, metadata: Mapping[str, Any], storage: StorageConfig
 ) -> None:
-    """Raise ConfigError for a dataset that could not be appended, before it is made.
+    """Raise ConfigError for what keeps a dataset from being appended, as far as that is known before
+    the dataset is made.
 
     Args:
         prefix: the dataset that grows.

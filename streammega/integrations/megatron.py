@@ -185,6 +185,8 @@ class FullValidation:
             yield next(self._batches)
         last = whole_rounds * self._dp_size + self._dp_rank
         if last < self._total:  # the ranks before the end of a round that not all take part in
+            # The fields of a batch of one sample, as `next` gives them: without `bounds` there is no
+            # cu_seqlens by eod_id either.
             yield self._samples.segment_at(last).sample_fields(np.array([last]))
 
     @cached_property

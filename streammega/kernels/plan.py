@@ -23,6 +23,7 @@ from numba import carray, types  # type: ignore[attr-defined]
 from streammega.kernels.intrinsics import pointer_to
 from streammega.kernels.jit import kernel
 
+# A digest of numba's cache: see jit.py.
 # compiled with intrinsics.py 732f1ead
 
 ZSTD_SYMBOL = "streammega_zstd_decompress"
@@ -102,12 +103,12 @@ def gather_rows(
 def copy_bytes(like, source, size, target) -> None:
     """Copy size[i] bytes from address source[i] to address target[i], for each i.
 
-    `like`: an empty uint8 array.
+    `like`: an empty uint8 array, which gives the pointers their type.
     """
     for i in range(len(source)):
         from_bytes = carray(pointer_to(source[i], like), (size[i],))
         to_bytes = carray(pointer_to(target[i], like), (size[i],))
-        for k in range(len(to_bytes)):
+        for k in range(len(to_bytes)):  # vectorised, whole-array assignment is not
             to_bytes[k] = from_bytes[k]
 
 

@@ -147,7 +147,7 @@ class StreamLoader:
         self._device: torch.device | None = None
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
-        """The positions after the cursor, while `pass_over` moves it."""
+        """The positions from the cursor on, while `pass_over` moves it."""
 
     def __len__(self) -> int:
         """Micro-batches from the first sample to the last.
@@ -227,7 +227,10 @@ class StreamLoader:
         if self._following is None:
             self._stop("pass_over moved its loader elsewhere")
             self._following = self.dataset.positions()
+        # A position is the number of samples before a micro-step. The first one is that at the cursor.
         position = next(self._following)
+        # As where batches are read: appended versions are taken in first, and then this micro-step
+        # counts as handed out.
         self.dataset.steps.advance_to(position)
         self.dataset.advance(position)
 

@@ -198,7 +198,8 @@ class GatherGroup:
     def single_batches(self) -> Iterator[GatherGroup]:
         """Cut the group into groups of one micro-batch.
 
-        Each of them has the buffers that no earlier one needs.
+        The engine does this after a group has failed, to hand out the micro-batches before the one
+        that fails. Each of them has the buffers that no earlier one needs.
         """
         window = self.window
         first_row_of_slot: dict[int, int] = {}

@@ -169,7 +169,7 @@ def _blocks_to_prefetch(
     """
     order = steps.samples.segment_at(start).order
     nothing: tuple[list[BlockSize], NDArray[np.int64]] = [], np.empty(0, np.int64)
-    if order is None:
+    if order is None:  # an order of built indices, which has no lanes and no blocks
         return nothing
     if order.lanes % steps.step_samples:
         # this rank shares its lanes with other ranks, so each of them would fetch the same blocks

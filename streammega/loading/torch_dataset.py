@@ -163,8 +163,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def dataset_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset of each sample of this rank's micro-batch in the micro-step at `consumed`.
 
-        int64 [..., micro_batch_size], numbered as in the blend. The order alone says it: this reads
-        no token.
+        int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token. With
+        `balance_attention_cost` it reads the .idx. With `follow` this takes in what is appended up to
+        `consumed`, and the first rank there writes the log: ask for no step that is not due.
         """
         sample_ids = self.sample_ids(consumed)
         if sample_ids.size:

@@ -274,8 +274,8 @@ def resolve_phase_starts(
     """The config in which every phase has its `first_sample`.
 
     global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in
-    StreamingDataset. Raises ConfigError for a token within a step, with those at which it begins
-    and ends.
+    StreamingDataset. Raises ConfigError for a global_batch_size below 1. So it does for a token
+    within a step, with those at which the step begins and ends.
     """
     if all(phase.is_in_samples for phase in config.phases):
         return config

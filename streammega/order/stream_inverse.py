@@ -93,16 +93,19 @@ def _uses_of_remainder(
     return TokenUses(sample[reads], low[reads], high[reads])
 
 
-def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:
+def epochs_between(order: StreamOrder, column: int, end: int) -> tuple[int, int]:
     """The epochs [first, last) of a dataset that the samples of a phase before `end` are of,
     without its remainder. Epochs count from 0 where draws begin.
+
+    column: the place of the dataset among those of this phase, not its number over all phases.
     """
     first = np.empty(order.lanes, np.int64)
     last = np.empty(order.lanes, np.int64)
-    lane_draw_counts(0, dataset, order.tree, first)
-    lane_draw_counts(max(0, end - order.first_sample), dataset, order.tree, last)
-    in_progress = order.layout.epochs_of_draws(np.maximum(first, 0), dataset).min()
-    return int(in_progress), order.layout.epochs_begun(last, dataset)
+    lane_draw_counts(0, column, order.tree, first)
+    lane_draw_counts(max(0, end - order.first_sample), column, order.tree, last)
+    # A negative count is of draws of the remainder that are left: such a lane has yet to begin epoch 0.
+    in_progress = order.layout.epochs_of_draws(np.maximum(first, 0), column).min()
+    return int(in_progress), order.layout.epochs_begun(last, column)
 
 
 def _uses_in_epochs(

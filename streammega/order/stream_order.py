@@ -213,7 +213,8 @@ class StreamOrder:
     def block_tokens(self) -> Integers:
         """Tokens of a whole block of each dataset, int64 [datasets].
 
-        A block is its samples end to end and the extra token of the last sample.
+        A block is its samples end to end and one extra token. Each further shard that it continues in
+        adds another: memory_plan.py has room for these.
         """
         return self.block_samples * self.sequence_length + self.extra
 

@@ -14,7 +14,7 @@ from streammega.order.megatron import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, num_units_of
-from streammega.samples.packed import check_bins
+from streammega.samples.packed import check_packing
 from streammega.samples.segments import SplitBlend, split_blend
 from streammega.samples.token_file import check_tokenizers
 from streammega.storage.thread_pool import parallel_map
@@ -153,7 +153,7 @@ def _blended(
     )
     datasets = [part for part in parts if part is not None]
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
-    check_bins(bins, config)
+    check_packing(bins, config)
     if len(datasets) > 1 and not config.allow_mixed_tokenizers:
         check_tokenizers((part.indexed.prefix, part.indexed.tokenizers) for part in datasets)
     if len(datasets) < len(prefixes):

@@ -41,7 +41,7 @@ from streammega.samples.derived_fields import Batch, check_mask_is_there
 from streammega.samples.document_names import DocumentName
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_of
-from streammega.samples.packed import check_bins, one_row_per_document, trim_padding
+from streammega.samples.packed import check_packing, one_row_per_document, trim_padding
 from streammega.samples.source import SegmentSource, Span
 from streammega.samples.token_file import TokenFile
 
@@ -134,7 +134,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.prefixes: Sequence[str] = [indexed.prefix]
         self.config = config
         self.split = split
-        check_bins([(indexed.prefix, indexed.bin_tokens)], config)
+        check_packing([(indexed.prefix, indexed.bin_tokens)], config)
         self.is_packed = indexed.bin_tokens is not None
         num_units = num_units_of(indexed)
         self.sequence_ids: NDArray[np.int32] = np.arange(num_units, dtype=np.int32)

@@ -86,7 +86,11 @@ class MegatronSegment(SegmentSource):
     def document_uses(
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
-        """The uses in each place of the blend that has the dataset."""
+        """The uses in each place of the blend that has the dataset.
+
+        SampleSource calls this only for phases that begin before `end`, and `end` is never behind the
+        next phase's first sample. `samples` may have more than the phase, so `end` has to be kept.
+        """
         shift = self.first_sample
         parts = []
         for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():

@@ -17,7 +17,7 @@ from streammega.samples.token_file import TokenFile, open_indices
 Integers = NDArray[np.int64]
 
 
-def check_bins(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataConfig) -> None:
+def check_packing(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataConfig) -> None:
     """Raise ConfigError unless all datasets are packed into bins of a sample, or none is packed.
 
     bins_of_dataset: (name, tokens of its bins or None).

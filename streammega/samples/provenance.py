@@ -107,7 +107,10 @@ class Provenance:
         self, sample_ids: ArrayLike, tokens: tuple[int, int] | None = None
     ) -> list[TracedSample]:
         """What samples are made of, in the order of `sample_ids`. tokens: only [start, stop) of
-        every sample. Raises IndexError for a number that no sample has.
+        every sample.
+
+        Raises IndexError for a number that no sample has, ConfigError for tokens that are no range
+        or begin behind a sample.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
         check_sample_ids(self.source, ids, self.split)
@@ -263,6 +266,8 @@ class Provenance:
             dataset = int(extents.dataset[row])
             start = int(extents.start[row])
             stop = int(extents.stop[row])
+            # An extent is within one shard: in the stream order a file is a shard; in the others each
+            # extent is of one sequence.
             shard, shard_start = self._shard_at(dataset, int(extents.file[row]), start)
             documents = self.shards(dataset)[shard]
             for run in documents.runs(shard_start, shard_start + stop - start):
@@ -275,7 +280,7 @@ class Provenance:
         self, dataset: int, shard: int, run: DocumentRun, column: int, sample: int
     ) -> TracedRun:
         name = DocumentName(dataset=dataset, shard=shard, document=run.document)
-        # most configs skip nothing
+        # most configs exclude nothing
         since = None if self.source.excluded is None else self.excluded_from(name)
         return TracedRun(
             dataset=self.dataset_name(dataset),

@@ -30,7 +30,7 @@ from streammega.order.stream_order import (
 )
 from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
-from streammega.samples.packed import are_packed, check_bins, check_one_kind, trim_padding
+from streammega.samples.packed import are_packed, check_one_kind, check_packing, trim_padding
 from streammega.samples.segments import (
     SegmentDatasets,
     blend_of,
@@ -193,7 +193,7 @@ class StreamSource(SampleSource):
         bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]
         for named in self._segment_datasets:
             bins_here = [bins[number] for number in named.numbers]
-            check_bins(bins_here, _with_length(config, named.segment.sequence_length))
+            check_packing(bins_here, _with_length(config, named.segment.sequence_length))
         check_one_kind(bins)
         self._excluded = excluded_tokens(config, split, prefixes, files)
         super().__init__(config, self._segments_in(config, lanes))

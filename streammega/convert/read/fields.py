@@ -40,7 +40,7 @@ def value_at(record: Any, key: str) -> Any:
 
 
 def names_of(key: str) -> list[str]:
-    """The keys that a `--text-key` names. The first one that a record has holds the text."""
+    """The keys that a `--text-key` names. The first one that is there and not null holds the text."""
     return key.split(",")
 
 

@@ -89,8 +89,11 @@ def cut_lines(
 ) -> Iterator[Slice]:
     """Slices of a large file whose lines are documents, so that several workers can read it.
 
-    Slices of lines need no bound: they are cut at any byte. Raises ConvertError if its beginning
-    cannot be read.
+    Slices of lines need no bound: they are cut at any byte. Where a file is cut decides the numbers
+    of units, and so the order of shuffled documents (`shuffle_keys`): another cut gives other shards.
+    A resumed conversion redoes units that are cut otherwise: their digest has start and stop.
+
+    Raises StorageError and ConvertError if the beginning of the file cannot be read.
     """
     if item.size <= slice_bytes or compression_of(item.path) or not _has_lines(item, storage):
         yield Slice(input=item, stored_bytes=item.size)

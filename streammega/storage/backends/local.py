@@ -346,7 +346,8 @@ class LocalWriter(ObjectWriter):
     def commit_new(self) -> bool:
         """As `commit`, unless the file exists: then False, and nothing is changed.
 
-        Raises UnsupportedOperation for a file system without hard links.
+        In every case, errors included, the temporary file is gone afterwards: nothing can be tried
+        with it again. Raises UnsupportedOperation for a file system without hard links.
         """
         try:
             return self._atomic.commit_if_absent()

@@ -250,7 +250,7 @@ def unused_objects(folder: Path) -> list[tuple[float, Path]]:
 class Entry:
     """A cached object: how many of its bytes are there, and when it was last used.
 
-    `used`: seconds since 1970. `in_use`: whether that was within the last ten minutes.
+    `used`: seconds since 1970. `in_use`: whether that was less than `GRACE` ago.
     """
 
     folder: Path
@@ -384,7 +384,10 @@ def _open_or_make(path: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Hold the lock of a cache folder. Yields the descriptor of its file. Raises OSError."""
+    """Hold the lock of a cache folder. Yields the descriptor of its file. Raises OSError.
+
+    The lock belongs to this opening of the file, so it keeps out other threads as well as processes.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT
     pause = FIRST_PAUSE
     descriptor = _open_or_make(folder / "lock")
@@ -397,7 +400,7 @@ def _locked(folder: Path) -> Iterator[int]:
             pause = min(2 * pause, MAX_PAUSE)
         yield descriptor
     finally:
-        unlock(descriptor)
+        unlock(descriptor)  # closes the descriptor too, also if the lock was not got
 
 
 def _read_total(folder: Path, lock: int) -> tuple[int, float]:
