@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types soak fuzz integrations bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types soak fuzz crash integrations bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, kille
 fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from where it was ended (FUZZ="--target idx --seconds 600")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tools/fuzz/run.py $(FUZZ)
+
+crash: $(STAMP)  ## a disk and a bucket that fail or lie at every operation of all that writes; goes on where it was ended (CRASH="--again" or names of scenes)
+	$(BIN)/python tools/crash.py $(CRASH)
 
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
 	$(PYTHON) -m venv .venv-integrations

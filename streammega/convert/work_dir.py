@@ -33,6 +33,7 @@ from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError, StorageError
 from streammega.storage import Store, join_url, open_store, save_bytes
+from streammega.storage.object_ops import sync_names
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import Bytes
 
@@ -121,9 +122,19 @@ class WorkDir:
         """
         store, keys = self._files()
         # Records go before what they speak of.
-        for key in sorted(keys, key=lambda key: not key.endswith(".json")):
-            name = os.path.basename(key)
-            if name not in (LOCK, PUBLISHING) and not name.startswith(KEPT_INPUT):
+        names = {key: os.path.basename(key) for key in keys}
+        kept = (LOCK, PUBLISHING)
+        removed = [
+            key
+            for key, name in names.items()
+            if name not in kept and not name.startswith(KEPT_INPUT)
+        ]
+        records = [key for key in removed if _removal_turn(key) == 0]
+        for key in records:
+            store.delete(key)
+        sync_names(self.file(LOCK))
+        for key in removed:
+            if key not in records:
                 store.delete(key)
 
     def remove(self) -> None:
@@ -137,8 +148,8 @@ class WorkDir:
                 shutil.rmtree(removed, ignore_errors=True)
             return
         store, keys = self._files()
-        # Last: as long as anything is here, this record says whose the output is.
-        for key in sorted(keys, key=lambda key: os.path.basename(key) == PUBLISHING):
+        # Records go before what they speak of, and last the record that says whose the output is.
+        for key in sorted(keys, key=_removal_turn):
             store.delete(key)
 
     @contextmanager
@@ -209,6 +220,13 @@ class WorkDir:
         """The store of its files, and their keys."""
         store, folder = open_store(f"{self.url}/", self.storage)
         return store, [info.key for info in store.list(f"{folder.rstrip('/')}/")]
+
+
+def _removal_turn(key: str) -> int:
+    """0 for records, which go before what they speak of; 2 for the last of them; 1 for all else."""
+    if os.path.basename(key) == PUBLISHING:
+        return 2
+    return 0 if key.endswith(".json") else 1
 
 
 @contextmanager

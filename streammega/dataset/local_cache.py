@@ -15,6 +15,7 @@ import io
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -161,6 +162,9 @@ def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
 
 
+_COPY_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.idx")
+
+
 def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
     """Remove the files of keys that begin with `key_of_dataset`, but for those of `key`. A process
     that has mapped one keeps its bytes.
@@ -192,11 +196,12 @@ def _remove(path: Path) -> None:
 
 
 def _read_name(path: Path) -> str:
-    """The file name that `path` holds, or nothing."""
+    """The name of a copy that `path` holds, or nothing: a power failure may have damaged it."""
     try:
-        return Path(path.read_text(encoding="ascii")).name
+        name = path.read_text(encoding="ascii")
     except (OSError, ValueError):
         return ""
+    return name if _COPY_NAME.fullmatch(name) else ""
 
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:

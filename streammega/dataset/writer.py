@@ -25,6 +25,7 @@ from streammega.kernels import num_threads
 from streammega.storage import open_store
 from streammega.storage.backends.local import FileRange
 from streammega.storage.derived_stores import file_ranges
+from streammega.storage.object_ops import sync_names
 from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter
 from streammega.storage.store import as_bytes, atomic_writer
 
@@ -262,6 +263,7 @@ class IndexedDatasetWriter:
         # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
         try:
             index_store.delete(index_key)
+            sync_names(f"{self._index_prefix}.idx")
             if self.kind == "tar":
                 self._tokens.write(END)
             self._tokens.commit()

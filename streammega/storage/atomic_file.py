@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -24,6 +25,8 @@ Its writer may be on another node, whose locks are not visible here.
 """
 BUFFER_BYTES = 256 << 10
 """Larger writes go past the buffer: a copy into it would cost more than the call."""
+_CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
+"""Errors of file systems that do not sync folders, and of folders that may not be read."""
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _swept: set[str] = set()
 """Folders that this process has swept. A sweep lists the whole folder."""
@@ -86,6 +89,23 @@ def write_file(
     except BaseException:
         atomic.abort()
         raise
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Return when the names in a folder are on the disk: after a power failure, what was renamed or
+    removed before is so if anything later is there.
+
+    Some network file systems sync no folders, and keep names in order themselves. Raises OSError.
+    """
+    try:
+        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:

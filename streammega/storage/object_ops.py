@@ -15,7 +15,7 @@ from functools import partial
 from streammega.config import StorageConfig
 from streammega.errors import ObjectChangedError, ObjectNotFoundError
 from streammega.storage import open_store
-from streammega.storage.atomic_file import temporary_name
+from streammega.storage.atomic_file import sync_folder, temporary_name
 from streammega.storage.backends.local import NO_HARD_LINK, local_error
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.open import is_remote
@@ -55,6 +55,22 @@ def link(source: str, target: str) -> bool:
             os.unlink(temporary)
         os.close(fd)
     return True
+
+
+def sync_names(url: str) -> None:
+    """Return when files of the local folder of `url` that were renamed or removed are so on the disk.
+
+    What is written next says that they are. A bucket needs nothing. Raises StorageError.
+    """
+    if is_remote(url):
+        return
+    _, path = open_store(url, StorageConfig())
+    try:
+        sync_folder(os.path.dirname(path))
+    except FileNotFoundError:
+        pass  # nothing was there
+    except OSError as error:
+        raise local_error(path, error) from None
 
 
 def find_etag(url: str, storage: StorageConfig) -> str:

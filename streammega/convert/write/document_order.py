@@ -192,10 +192,9 @@ def read_side(job: Job, part: ConvertSegment) -> SideRows:
     """The rows of a part's file, each uint64 [documents]; mapped where it is local."""
     name = part.name + SIDE
     store, key = open_store(job.work_dir.file(name), job.work_dir.storage)
-    path = store.local_path(key)
-    if path is not None:
+    if store.local_path(key) is not None:
         # Mapped, since a bucket needs a stretch of every file.
-        values: NDArray[np.uint64] = np.memmap(path, "<u8", "r")
+        values: NDArray[np.uint64] = np.frombuffer(store.view(key), "<u8")
     else:
         values = job.work_dir.read(name).view("<u8")
     return dict(zip(side_rows(job.options), values.reshape(-1, part.documents), strict=True))

@@ -27,7 +27,7 @@ from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, link, move_or_copy
+from streammega.storage.object_ops import delete, exists, link, move_or_copy, sync_names
 from streammega.storage.open import local_path, resolved
 from streammega.storage.store import create_object, replace_object
 
@@ -179,6 +179,7 @@ class Publisher:
                 delete(url, self._storage)
         if not restores_names or not self._link(names, layout.names):
             return committed
+        sync_names(self._destination.manifest_url)
         save_bytes(self._destination.manifest_url, manifests[-1], self._storage)
         self._remove_marked(names)
         return manifest
@@ -327,6 +328,7 @@ class Publisher:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""
         url = self._destination.manifest_url
         if not self._is_remote:
+            sync_names(url)
             save_bytes(url, manifest, self._storage)
             return
         store, key = open_store(url, self._storage)

@@ -28,7 +28,7 @@ from streammega.errors import (
     StorageError,
     UnsupportedOperation,
 )
-from streammega.storage.atomic_file import AtomicFile
+from streammega.storage.atomic_file import AtomicFile, sync_folder
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.fork_lock import process_lock
@@ -336,9 +336,10 @@ class LocalWriter(ObjectWriter):
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def commit(self) -> None:
-        """Flush, sync and rename."""
+        """Flush, sync, rename, and sync the name."""
         try:
             self._atomic.commit()
+            sync_folder(os.path.dirname(self._path))
         except OSError as error:
             self.abort()
             raise local_error(self._path, error) from None
@@ -350,7 +351,9 @@ class LocalWriter(ObjectWriter):
         with it again. Raises UnsupportedOperation for a file system without hard links.
         """
         try:
-            return self._atomic.commit_if_absent()
+            is_new = self._atomic.commit_if_absent()
+            sync_folder(os.path.dirname(self._path))
+            return is_new
         except OSError as error:
             if error.errno in NO_HARD_LINK:
                 raise UnsupportedOperation(

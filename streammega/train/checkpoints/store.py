@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import secrets
 import socket
@@ -26,6 +25,7 @@ from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store, join_url, open_store
+from streammega.storage.atomic_file import sync_folder
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
@@ -147,8 +147,7 @@ class CheckpointStore:
         """Make a folder whose files are all there the checkpoint of its step."""
         if self.folder is not None:
             # After a power failure the record may exist: then its files must exist too.
-            _sync_folder(self.folder / name)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         record = {"version": 2, "step": step, "files": name, "position": dict(position)}
         self._put_record(_record_name(step), record)
 
@@ -236,8 +235,6 @@ class CheckpointStore:
 
     def _put_record(self, name: str, record: Mapping[str, Any]) -> None:
         self._files.put(f"{name}.json", json.dumps(record, indent=1).encode())
-        if self.folder is not None:
-            _sync_folder(self.folder)
 
     def _remove(self, name: str) -> None:
         """Remove a record, and the files that no other record names."""
@@ -317,14 +314,3 @@ def wait_until_visible(look: Callable[[], None], invisible: type[Exception]) -> 
 def _record_name(step: int) -> str:
     """The name of the record of a step's checkpoint, without its suffix."""
     return f"step-{step:08d}"
-
-
-def _sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder are on the disk, and not only in memory."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:  # some network file systems sync no folders
-        log.debug("%s: cannot be synced: %s", path, error)
-    finally:
-        os.close(fd)
