@@ -78,7 +78,9 @@ class StorageConfig:
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Most range requests in flight: limits many small reads."""
     max_in_flight_bytes: Annotated[int, Ge(4096)] = 48 * MiB
-    """Most bytes of range requests in flight: limits few large reads."""
+    """Most bytes of range requests in flight: limits few large reads. 16 MiB are the most where storage
+    answers in less than four milliseconds.
+    """
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
     """Most bytes that a loader holds: fetched ahead, in flight, and ready. It takes fewer where more
     would not help. If they are too few for the open blocks of the stream order, it is several times

@@ -132,7 +132,8 @@ class Lookahead:
         for it, averaged over a group.
 
         A caller that rarely waits gets more memory to fetch ahead: what it takes in SECONDS_FETCHED.
-        One that always waits is faster than the storage, and would only make it hold more.
+        One that often waits is faster than the storage: it gets memory for the requests that far
+        storage needs in flight.
         """
         weight = 1.0 if self._pace is None else PACE_WEIGHT
         self._pace = (1 - weight) * (self._pace or 0.0) + weight * seconds
@@ -140,12 +141,11 @@ class Lookahead:
         if self._fetcher is None:
             return
         memory = self._plan.memory
-        ahead_bytes = 0.0
+        flow = self._fetcher.flow
+        ahead_bytes = flow.max_bytes - flow.near_bytes
         if self._waited < MAX_WAIT_SHARE * self._pace:
-            ahead_bytes = SECONDS_FETCHED / self._pace * self._batch_bytes
-        self._fetcher.pool.budget = int(
-            min(memory.fetch_bytes + ahead_bytes, memory.max_fetch_bytes)
-        )
+            ahead_bytes = int(SECONDS_FETCHED / self._pace * self._batch_bytes)
+        self._fetcher.pool.budget = min(memory.fetch_bytes + ahead_bytes, memory.max_fetch_bytes)
 
     def plan_window(self) -> None:
         """Plan the next consecutive micro-steps as one window. Submit its reads and queue its groups.

@@ -82,8 +82,8 @@ class BlockSize(NamedTuple):
 class MemoryPlan:
     """The purpose of each part of `memory_bytes`.
 
-        fetch_bytes     bytes that are fetched and not gathered yet; up to max_fetch_bytes for a caller
-                        that the storage can keep up with (lookahead.py)
+        fetch_bytes     bytes that are fetched and not gathered yet, for storage that is near; up to
+                        max_fetch_bytes as the caller or far storage need (lookahead.py)
           open_bytes      their part for blocks that are fetched whole: each lane has a block of each
                           dataset open, and a group opens more (`opening_bytes`) before one is freed
         ready_bytes     batches that are gathered and not handed out: groups of ids in the stored
@@ -205,6 +205,7 @@ def plan_memory(
     ahead: int,
     coalesce_gap_bytes: int,
     in_flight_bytes: int = 0,
+    near_bytes: int = 0,
     is_remote: bool = True,
     only_blocks: bool = False,
 ) -> MemoryPlan:
@@ -212,7 +213,8 @@ def plan_memory(
 
     blocks: the datasets whose blocks are worth fetching whole, the most drawn first. lanes: the number
     of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
-    in_flight_bytes: most bytes of requests in flight. is_remote: whether some file is fetched.
+    in_flight_bytes: most bytes of requests in flight. near_bytes: the most where storage is near.
+    is_remote: whether some file is fetched.
     only_blocks: whether all that is fetched is in `blocks`, if they fit.
 
     Raises ConfigError if there is no room for one micro-batch.
@@ -238,17 +240,18 @@ def plan_memory(
     fitting = max(1, window_room // WINDOWS_FETCHED // batch.fetched(1))
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
     # More memory would only hold bytes that are needed later.
-    ahead_bytes = in_flight_bytes
+    windows_bytes = 0
     if not only_blocks or block_plan.num_without_room:
-        ahead_bytes += WINDOWS_FETCHED * batch.fetched(max(groups.group_batches, window_batches))
-    window_room = min(window_room, ahead_bytes)
+        windows_bytes = WINDOWS_FETCHED * batch.fetched(max(groups.group_batches, window_batches))
+    max_window_room = min(window_room, windows_bytes + in_flight_bytes)
+    window_room = min(window_room, windows_bytes + near_bytes)
     if GROUPS_FETCHED * batch.fetched(groups.group_batches) > window_room:
         coalesce_gap_bytes = 0
     return MemoryPlan(
         **groups._asdict(),
         **block_plan._asdict(),
         fetch_bytes=block_plan.open_bytes + window_room,
-        max_fetch_bytes=memory_bytes - groups.ready_bytes,
+        max_fetch_bytes=block_plan.open_bytes + max_window_room,
         window_batches=max(groups.group_batches, window_batches),  # a group is within one window
         coalesce_gap_bytes=coalesce_gap_bytes,
     )

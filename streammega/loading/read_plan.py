@@ -24,6 +24,7 @@ from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.etags import warn_unversioned
+from streammega.storage.fetch.flow_control import NEAR_BYTES
 from streammega.storage.store import address_of
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def plan_reading(
         ahead=ahead,
         coalesce_gap_bytes=storage.coalesce_gap_bytes,
         in_flight_bytes=storage.max_in_flight_bytes,
+        near_bytes=min(storage.max_in_flight_bytes, NEAR_BYTES),
         is_remote=not table.local.all(),
         only_blocks=_reads_only_blocks(steps, table, start, len(blocks)),
     )

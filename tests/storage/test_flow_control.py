@@ -12,6 +12,8 @@ from streammega import StorageConfig
 from streammega.storage.fetch.flow_control import (
     ALONE_AFTER_REFUSAL,
     BATCH_REQUESTS,
+    FAR_AFTER,
+    FAR_BYTES,
     FIRST_HEDGES,
     FIRST_INTERVAL,
     HEDGE_AFTER,
@@ -22,6 +24,7 @@ from streammega.storage.fetch.flow_control import (
     MIN_INTERVAL,
     NEAR,
     NEAR_BATCH_REQUESTS,
+    NEAR_BYTES,
     REFUSED_IN_A_ROW,
     REFUSED_TOGETHER,
     SHARES,
@@ -73,6 +76,27 @@ def test_bytes_in_flight_are_bounded_and_a_larger_request_goes_alone() -> None:
     assert not flow.can_send(KIB, 0.0, 2)
 
 
+@pytest.mark.guarantee("bytes-flight-near")
+@pytest.mark.parametrize("max_bytes", [MIB, 40 * MIB])
+def test_far_storage_is_sent_more_at_once_after_each_answer_and_near_storage_is_not(
+    max_bytes: int,
+) -> None:
+    flow = flow_with(max_bytes=max_bytes)
+    least = min(NEAR_BYTES, max_bytes)
+    for _ in range(FAR_AFTER):
+        flow.answered(size_class_of(MIB), 1, NEAR)
+        assert flow.max_bytes == least, "the first answers may wait for connections"
+    for number in range(1, 41):
+        flow.answered(size_class_of(MIB), 1, NEAR)
+        assert flow.max_bytes == min(max_bytes, least + number * FAR_BYTES)
+    flow.answered(size_class_of(KIB), 1, NEAR / 2, is_cached=True)
+    assert flow.max_bytes == max_bytes, "a cache is near, whatever the storage is"
+    flow.answered(size_class_of(KIB), 1, NEAR / 2)
+    assert flow.max_bytes == least
+    flow.answered(size_class_of(MIB), 1, 1.0)
+    assert flow.max_bytes == least, "storage that was quick once is near"
+
+
 @given(window=st.floats(1.0, 400.0), size=SIZES)
 def test_one_request_may_always_be_sent(window: float, size: int) -> None:
     assert flow_with(window).can_send(size, 0.0)
@@ -109,7 +133,7 @@ def test_whatever_happens_the_window_stays_between_one_and_what_is_configured(
         else:
             flow.refused(seconds, seconds)
         assert 1.0 <= flow.window <= most
-        assert flow.max_bytes == StorageConfig().max_in_flight_bytes, "bytes are fixed"
+        assert flow.near_bytes <= flow.max_bytes <= StorageConfig().max_in_flight_bytes
 
 
 @pytest.mark.guarantee("429-503-halve")

@@ -300,7 +300,8 @@ class Fetcher:
             self.flow.refused(began, time.monotonic())
         elif error is None:
             self.counters.latencies.append(seconds)
-            self.flow.answered(batch[0].size_class, len(batch), seconds)
+            is_cached = isinstance(batch[0].store, CachedStore)
+            self.flow.answered(batch[0].size_class, len(batch), seconds, is_cached=is_cached)
         for request in batch:
             self.flow.finished(request.size)
             request.group.busy -= 1

@@ -1,6 +1,7 @@
 """How many requests and bytes may be in flight, by answers and refusals.
 
-1. Bytes: at most `max_in_flight_bytes`. A request that is larger goes alone.
+1. Bytes: at most NEAR_BYTES at first, and where storage is near. Where it is far, each answer allows
+   some more, up to `max_in_flight_bytes`. A request that is larger goes alone.
 2. Requests: at most `max_concurrent_requests`. A refusal (429, 503) halves the window, and each answer raises
    it again, as the congestion window of TCP.
 3. Pace: after many refusals in a row the server counts requests per second. Requests then go one
@@ -46,6 +47,12 @@ answers of all.
 """
 NEAR = 0.004
 """Seconds. Storage is near if its quickest answers take less."""
+NEAR_BYTES = 16 << 20
+"""Bytes that keep near storage busy. More would wait for their turn, in memory."""
+FAR_AFTER = 64
+"""Answers without a quick one after which storage is far. The first ones wait for connections."""
+FAR_BYTES = 1 << 20
+"""More bytes in flight after each answer of far storage."""
 SHARES = 4
 """A thread waits for room for at most this part of the window, so that several have work."""
 
@@ -145,16 +152,21 @@ class FlowControl:
     """What is in flight, and whether more requests may be sent.
 
     window: requests that may be in flight now; a fraction, so that it grows by less than one.
+    max_bytes: bytes that may be in flight now. near_bytes: the least that they are.
     """
 
     def __init__(self, config: StorageConfig) -> None:
         self.window = float(config.max_concurrent_requests)
-        self.max_bytes = config.max_in_flight_bytes
+        self.near_bytes = min(config.max_in_flight_bytes, NEAR_BYTES)
+        self.max_bytes = self.near_bytes
         self.requests = 0
         self.bytes = 0
         self.pace = Pace()
         self.latencies = Latencies()
         self._max_window = self.window
+        self._far_bytes = config.max_in_flight_bytes
+        self._answers = 0
+        self._quickest = math.inf  # seconds of an answer of the storage, whatever its size
         self._halved_at = -math.inf
         self._alone = 0  # answers until requests go out together again
 
@@ -193,9 +205,19 @@ class FlowControl:
         self.requests -= 1
         self.bytes -= size
 
-    def answered(self, size_class: int, count: int, seconds: float) -> None:
-        """`count` requests that were sent together were answered."""
+    def answered(
+        self, size_class: int, count: int, seconds: float, *, is_cached: bool = False
+    ) -> None:
+        """`count` requests that were sent together were answered. is_cached: the answer may come from
+        a cache, which does not say where the storage is.
+        """
         self.latencies.add(size_class, seconds)
+        if not is_cached:
+            self._quickest = min(self._quickest, seconds)
+        self._answers += 1
+        is_far = self._quickest >= NEAR and self._answers > FAR_AFTER
+        further = min(self.max_bytes + FAR_BYTES, self._far_bytes)
+        self.max_bytes = further if is_far else self.near_bytes
         self.pace.answered()
         self._alone = max(0, self._alone - count)
         if self.window < self._max_window:
