@@ -128,24 +128,22 @@ class Engine:
                     return
                 arrived = time.perf_counter()
                 waited = arrived - wait_began
-                first = 0
                 num_batches = len(group.consumed)
+                self.stats.group_delivered(num_batches, waited)
+                first = 0
                 while first < num_batches:
+                    step_began = time.perf_counter()
                     batches = self._assemble(group, first)
                     first += len(batches)
+                    self.stats.batches_delivered(len(batches), self._ready.qsize())
                     if first == num_batches:
                         self.stats.release_ready(group.nbytes)
                         del group
-                    wait_ended = time.perf_counter()
-                    self.stats.batches_delivered(
-                        len(batches), wait_ended - wait_began, self._ready.qsize()
-                    )
                     while batches:
                         self._batches_at_hand = num_batches - first + len(batches) - 1
                         # this frame holds no reference: the caller alone decides when memory is free
                         yield batches.popleft()
-                    wait_began = time.perf_counter()
-                    self.stats.step(wait_began - wait_ended)
+                    self.stats.step(time.perf_counter() - step_began)
                 busy = time.perf_counter() - arrived
                 self._lookahead.record_pace(busy / num_batches, waited / num_batches)
         finally:

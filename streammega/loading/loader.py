@@ -302,7 +302,8 @@ class StreamLoader:
         """Counters of bytes, requests and waits; times are in seconds.
 
         `amplification`: bytes requested from storage or cache for each byte that planned samples use.
-        `stall_share`: the share of the time since the first batch that the caller waited for batches.
+        `stall_share`: the share of the time since the first batch that the caller waited for data. It
+        makes the fields of its batches in the rest.
         `wait_p50` and the other percentiles: over the last few thousand batches.
         """
         return self._stats.summary()

@@ -104,17 +104,16 @@ class Stats:
         running = self.stager.staged_bytes if self.stager else 0
         return self.staged_bytes + running
 
-    def batches_delivered(self, batches: int, waited: float, ready: int) -> None:
-        """Count batches that were handed out together.
-
-        waited: seconds that the caller waited for the first of them. ready: groups that wait in the
-        queue.
-        """
-        self.batches += batches
-        self.wait += waited
-        self.waits.append(waited)
-        # all of them were ready together with the first
+    def group_delivered(self, batches: int, seconds: float) -> None:
+        """Count the seconds that the caller waited for a group of batches."""
+        self.wait += seconds
+        self.waits.append(seconds)
+        # all of them are ready together with the first
         self.waits.extend(itertools.repeat(0.0, batches - 1))
+
+    def batches_delivered(self, batches: int, ready: int) -> None:
+        """Count batches that were handed out together. ready: groups that wait in the queue."""
+        self.batches += batches
         self.ready = ready
 
     def hold_ready(self, nbytes: int) -> None:
@@ -131,7 +130,7 @@ class Stats:
         self._released_bytes = self._gathered_bytes
 
     def step(self, seconds: float) -> None:
-        """Count the seconds that the caller spent on a batch."""
+        """Count the seconds that the caller spent on batches, which includes making their fields."""
         self.busy += seconds
 
     def summary(self) -> dict[str, Any]:

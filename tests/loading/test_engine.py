@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
+from streammega.loading.gather import Assembler
 from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.planner import FileTable, Planner, largest_gap
@@ -661,6 +662,27 @@ def test_stats_say_what_was_read_and_how_long_was_waited(server: Running, tmp_pa
     assert stats["retries"] == stats["errors"] == 0
     assert 0 <= stats["wait_p50"] <= stats["wait_p95"] <= stats["wait_p99"]
     assert 0 < stats["stall_share"] < 1
+
+
+def test_a_caller_that_makes_fields_does_not_wait(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that runs only while fields are made."""
+    now = [0.0]
+    assemble = Assembler.assemble
+
+    def assemble_in_a_second(*arguments: Any) -> Any:
+        now[0] += 1.0
+        return assemble(*arguments)
+
+    monkeypatch.setattr(Assembler, "assemble", assemble_in_a_second)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4) as loader:
+        for _ in loader:
+            pass
+    stats = loader.stats()
+    assert now[0] > 0
+    assert stats["wait_total"] == stats["stall_share"] == 0
 
 
 @pytest.mark.guarantee("7-stores-datasets")
