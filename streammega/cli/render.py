@@ -109,7 +109,8 @@ def _aligned(table: Table) -> list[str]:
     console = rich.console.Console(file=out, width=width, no_color=True)
     console.width -= len(indent)
     console.print(shown)
-    return [indent + line.rstrip() for line in out.getvalue().splitlines()]
+    # Not by splitlines: cells may hold characters at which it cuts, such as U+2028.
+    return [indent + line.rstrip() for line in out.getvalue().removesuffix("\n").split("\n")]
 
 
 def _short(text: str) -> str:

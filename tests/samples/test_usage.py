@@ -176,8 +176,9 @@ def test_a_report_shows_keys_beside_names_and_leaves_out_what_is_empty() -> None
         "flat": {"a": {"name": "x", "size": 1}, "b": {"size": 2}},
         "deep": {"c": {"name": "y", "parts": [{"size": 3}]}},
         "empty": [{}, {}],
+        "lines": [{"name": "z\u2028z"}],
     }
-    lines = [line.split() for line in as_text(report).splitlines()]
+    lines = [re.findall("[^ ]+", line) for line in as_text(report).split("\n")]
     assert lines == [
         ["flat"],
         ["key", "name", "size"],
@@ -188,6 +189,9 @@ def test_a_report_shows_keys_beside_names_and_leaves_out_what_is_empty() -> None
         ["size"],
         ["3"],
         ["empty"],
+        ["lines"],
+        ["name"],
+        ["z\u2028z"],
     ]
     assert "<th>key</th><th>name</th>" in as_page(report, "title")
 
