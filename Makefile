@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types soak fuzz crash integrations bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types soak fuzz crash integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,13 @@ integrations:  ## the tests against other trainers, in .venv-integrations with t
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	CUDA_VISIBLE_DEVICES= .venv-integrations/bin/python -m pytest -rs tests/integrations tests/loading/test_frameworks.py
 
+audit: $(STAMP)  ## known faults of the installed packages, and a bill of materials in dist/sbom.json
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit cyclonedx-bom
+	mkdir -p dist
+	.venv-audit/bin/cyclonedx-py environment $(BIN)/python --output-file dist/sbom.json
+	.venv-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py measures (a few GB)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
@@ -69,5 +76,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-integrations .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

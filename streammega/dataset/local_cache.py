@@ -32,6 +32,7 @@ from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
+from streammega.storage.cache.cache_folder import check_owner
 from streammega.storage.etags import warn_unversioned
 from streammega.storage.store import atomic_writer
 
@@ -55,8 +56,12 @@ def default_cache_dir() -> Path:
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder that a setting names; None: `default_cache_dir()`."""
-    return local_folder(cache_dir) if cache_dir else default_cache_dir()
+    """The folder that a setting names; None: `default_cache_dir()`. Raises CacheError for one that a
+    stranger may have made.
+    """
+    folder = local_folder(cache_dir) if cache_dir else default_cache_dir()
+    check_owner(folder.absolute())
+    return folder
 
 
 def map_local_copy(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:

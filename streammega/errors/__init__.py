@@ -109,7 +109,7 @@ class FormatError(StreammegaError, ValueError):
 
 
 class CacheError(StreammegaError):
-    """The local cache cannot be written: a full or read-only disk."""
+    """The local cache cannot be written (a full or read-only disk), or may hold forged files."""
 
 
 class StateError(StreammegaError):

@@ -18,9 +18,9 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
-from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
+from streammega.dataset import IndexedDataset, cached_arrays
 from streammega.dataset.document_lookup import ShardDocuments
-from streammega.dataset.local_cache import SharedFolder, corrupt_cache_error
+from streammega.dataset.local_cache import SharedFolder, cache_folder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -57,8 +57,7 @@ INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 def order_dir(config: DataConfig) -> Path:
     """Where this node keeps the arrays of orders that were built."""
-    folder = Path(config.index_cache_dir) if config.index_cache_dir else default_cache_dir()
-    return folder / "order"
+    return cache_folder(config.index_cache_dir) / "order"
 
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:

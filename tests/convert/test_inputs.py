@@ -493,7 +493,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.guarantee("broken-input-stops")
+@pytest.mark.guarantee("broken-input-stops", "names-in-folder")
 @pytest.mark.parametrize(
     ("file", "data", "message", "left", "counts"),
     BROKEN,
@@ -602,6 +602,21 @@ def write_litdata(folder: Path, formats: list[str], *items: list[bytes]) -> None
     config = {"data_format": formats, "data_spec": spec if len(formats) > 1 else None}
     index = {"chunks": [{"filename": "chunk.bin"}], "config": config}
     (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.guarantee("names-in-folder")
+@pytest.mark.parametrize("inside", ["../{}", "sub/../../{}", "{folder}/{}"])
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(
+    inside: str, tmp_path: Path
+) -> None:
+    write_litdata(tmp_path / "in", ["str"], [b"text"])
+    (tmp_path / "in/chunk.bin").rename(tmp_path / "chunk.bin")
+    (tmp_path / "in/sub").mkdir()
+    index = tmp_path / "in/index.json"
+    name = inside.format("chunk.bin", folder=tmp_path)
+    index.write_text(index.read_text().replace('"chunk.bin"', json.dumps(name)))
+    with pytest.raises(ConvertError, match="which is outside of the folder"):
+        convert_bytes(tmp_path / "out", tmp_path / "in")
 
 
 @pytest.mark.parametrize(

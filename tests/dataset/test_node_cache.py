@@ -27,6 +27,7 @@ from streammega.dataset.local_cache import (
     ArrayKind,
     SharedFolder,
     cache_error,
+    cache_folder,
     cached_arrays,
     cached_copy,
     map_local_copy,
@@ -37,8 +38,11 @@ from streammega.dataset.local_cache import (
 from streammega.errors import CacheError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
+from streammega.storage.cache import PageCache
+from streammega.storage.cache.cache_folder import check_owner
 
 NOBODY = 65534
+STRANGER = 65533
 KIND: dict[str, ArrayKind] = {"a": ((np.int64,), (3,))}
 
 
@@ -173,6 +177,49 @@ def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() ->
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.mark.guarantee("cache-stranger-refused")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+@pytest.mark.parametrize(
+    ("parent_mode", "owner", "group", "mode", "is_refused"),
+    [
+        (0o1777, STRANGER, STRANGER, 0o777, True),
+        (0o1777, STRANGER, STRANGER, 0o755, True),
+        (0o1777, STRANGER, NOBODY, 0o755, True),
+        (0o1777, STRANGER, NOBODY, 0o775, False),  # shared by a group
+        (0o1777, 0, 0, 0o777, False),
+        (0o1777, NOBODY, NOBODY, 0o700, False),
+        (0o755, STRANGER, STRANGER, 0o755, False),  # who may write the parent chose its owner
+    ],
+)
+def test_a_cache_that_a_stranger_may_have_made_is_refused(
+    parent_mode: int, owner: int, group: int, mode: int, is_refused: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        parent = Path(name)
+        folder = parent / "cache"
+        (folder / "deeper").mkdir(parents=True)
+        os.chown(folder, owner, group)
+        folder.chmod(mode)
+        parent.chmod(parent_mode)
+        assert cache_folder(folder) == folder, "root trusts every folder"
+        child = os.fork()
+        if child == 0:
+            refusals = 0
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            check_owner.cache_clear()
+            for path in (folder, folder / "deeper"):
+                for open_cache in (cache_folder, lambda path: PageCache(path, 1 << 20, 1 << 20)):
+                    try:
+                        open_cache(path)
+                    except CacheError as error:
+                        refusals += f"{folder}: belongs to another user (id {owner})" in str(error)
+            os._exit(refusals)
+        refusals = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert refusals == (4 if is_refused else 0)
 
 
 @pytest.mark.guarantee("users-may-share")

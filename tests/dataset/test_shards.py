@@ -346,6 +346,7 @@ def test_a_manifest_without_shards_is_no_dataset(sets: Path, tmp_path: Path) -> 
         IndexedDataset(str(tmp_path / "x.manifest.json"))
 
 
+@pytest.mark.guarantee("names-in-folder")
 def test_a_manifest_names_nothing_outside_of_its_folder(sets: Path, tmp_path: Path) -> None:
     text = (sets / "bin.manifest.json").read_text().replace('"bin-00000', '"../bin-00000')
     (tmp_path / "bin.manifest.json").write_text(text)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import stat
 import struct
 import time
 from collections import deque
@@ -33,6 +35,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
+from streammega.errors import CacheError
 from streammega.storage.atomic_file import write_file
 from streammega.storage.cache.chunk_file import (
     OPEN_FLAGS,
@@ -81,6 +84,33 @@ _RECORD = struct.Struct("<8sQd")
 _MAGIC = b"SMTOTAL\n"
 
 
+@functools.lru_cache(maxsize=64)
+def check_owner(folder: Path) -> None:
+    """Raise CacheError for a cache that a stranger may have made: a folder of another user within one
+    where everybody may make folders, as in /tmp. Its files could hold other tokens.
+
+    Folders of root are trusted, and those that a group of this process may write. Root, which
+    reads the volumes of containers, trusts every folder.
+    """
+    user = os.geteuid()
+    if user == 0:
+        return
+    for path in (folder, *folder.parents):
+        try:
+            status = path.lstat()
+            is_open = path.parent.stat().st_mode & stat.S_IWOTH
+        except OSError:
+            continue  # is made later, or refused where it is read
+        groups = {os.getegid(), *os.getgroups()}
+        is_shared = status.st_mode & stat.S_IWGRP and status.st_gid in groups
+        if is_open and status.st_uid not in (0, user) and not is_shared:
+            raise CacheError(
+                f"{path}: belongs to another user (id {status.st_uid}), in a folder where everybody "
+                f"may make one, so its files may be forged; name another cache folder, or share "
+                f"this one by a group of both users and mode 775"
+            )
+
+
 class LockedError(OSError):
     """Another process held the lock of a cache folder for too long."""
 
@@ -95,12 +125,15 @@ class PageCache:
         max_bytes: bytes that all chunks may take.
         chunk_bytes: bytes of an object in one file.
         timeout: seconds to wait for a page that another process fetches.
+
+    Raises CacheError as `check_owner` does.
     """
 
     def __init__(
         self, folder: str | Path, max_bytes: int, chunk_bytes: int, timeout: float = PAGE_TIMEOUT
     ) -> None:
         raise_limit()
+        check_owner(Path(folder).absolute())
         self.folder = Path(folder) / "chunks"
         self.max_bytes = max_bytes
         self.chunk_bytes = whole_pages(chunk_bytes)
