@@ -20,6 +20,7 @@ from tests.support.builders import data_config, write_random_pair
 from tests.support.oss_server import KEY as oss_key
 from tests.support.oss_server import SECRET as oss_secret
 from tests.support.oss_server import Oss, oss_server
+from tests.support.processes import fork_the_server
 from tests.support.servers import S3, moto_server, rclone_server
 from tests.support.streams import write_data
 from tools.bench.object_server import Running, running
@@ -72,7 +73,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 """A job in the background of a shell is to ignore Ctrl-C, and so would all that tests start."""
 
 multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
-"""Once for all: the first test that forks from the server starts it."""
+"""What the server of forks imports where `fork_the_server` does not make it."""
 
 gc.disable()  # until all tests are imported: see pytest_collection_finish
 
@@ -87,6 +88,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+    fork_the_server()
 
 
 STORAGE_TESTS = Path(__file__).parent / "storage"
@@ -169,8 +171,10 @@ def workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test left of DataLoaders is collected here, and not in the middle of a later one."""
     # s that torch waits for a worker of a loader that was left, and then ends it
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    before = set(multiprocessing.active_children())
     yield
-    gc.collect()
+    if set(multiprocessing.active_children()) - before:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

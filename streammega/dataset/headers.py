@@ -142,12 +142,9 @@ def _open_datasets(
 
 
 def _run(jobs: Sequence[Callable[[], Any]], shards: Sequence[Shard], max_threads: int) -> None:
-    """Make calls that open shards, many at once. For local shards threads would only take turns."""
-    if all(shard.store.is_local for shard in shards):
-        for job in jobs:
-            job()
-        return
-    parallel_map(lambda job: job(), jobs, max_threads)
+    """Make calls that open shards, many at once."""
+    are_local = all(shard.store.is_local for shard in shards)
+    parallel_map(lambda job: job(), jobs, max_threads, is_local=are_local)
 
 
 def content_of(shards: Sequence[Shard]) -> str:

@@ -163,7 +163,8 @@ class IndexedDataset(Sequence["Item"]):
         """Open all shards; returns their names."""
         (self._shards,) = datasets
         at_once = self._max_opened
-        opened = parallel_map(Shard.tokens, self._shards, at_once)
+        are_local = self._are_local()
+        opened = parallel_map(Shard.tokens, self._shards, at_once, is_local=are_local)
         self._sizes = [info.size for _, info in opened]
         self.store: Store
         self.bin_key: str
@@ -181,7 +182,7 @@ class IndexedDataset(Sequence["Item"]):
         jobs.append(
             partial(read_ends, at_ends, max(1, self.storage.max_concurrent_requests // at_once))
         )
-        parallel_map(lambda job: job(), jobs, at_once)
+        parallel_map(lambda job: job(), jobs, at_once, is_local=are_local)
         # Now, because errors belong here. Not through the property: before Python 3.12 it would open
         # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -228,7 +229,10 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open_indices(self) -> list[IndexArrays]:
         numbers = range(len(self._shards))
-        return parallel_map(self._open_part, numbers, self._max_opened)
+        return parallel_map(self._open_part, numbers, self._max_opened, is_local=self._are_local())
+
+    def _are_local(self) -> bool:
+        return all(shard.store.is_local for shard in self._shards)
 
     @property
     def _max_opened(self) -> int:

@@ -138,9 +138,9 @@ def resolve(
     def resolve_one(name: str) -> list[Shard]:
         return _resolve_name(name, storage, cache_dir)
 
-    resolved = pairs | dict(
-        zip(others, parallel_map(resolve_one, others, MAX_DATASETS), strict=True)
-    )
+    are_local = not any(map(is_remote, others))
+    shards = parallel_map(resolve_one, others, MAX_DATASETS, is_local=are_local)
+    resolved = pairs | dict(zip(others, shards, strict=True))
     return [resolved[name] for name in names]
 
 
@@ -176,8 +176,9 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
         lambda: _info_or_none(pair.store, pair.key),
         lambda: _info_or_none(pair.store, pair.index_key),
     ]
-    at_once = len(looks) if is_remote(name) else 1
-    (manifest, damage), *infos = parallel_map(lambda look: look(), looks, at_once)
+    (manifest, damage), *infos = parallel_map(
+        lambda look: look(), looks, len(looks), is_local=not is_remote(name)
+    )
     pair.version, pair.index_version = [info and (info.size, info.etag) for info in infos]
     is_pair = None not in infos
     if damage is not None and not is_pair:

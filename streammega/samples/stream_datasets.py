@@ -73,7 +73,8 @@ def open_datasets(
     is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
     # whole datasets need no pointers: threads would not help
     at_once = 1 if is_whole else min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
-    newly_opened = iter(parallel_map(cut, datasets, at_once))
+    are_local = all(shard.store.is_local for shards in shards_of for shard in shards)
+    newly_opened = iter(parallel_map(cut, datasets, at_once, is_local=are_local))
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:
         check_tokenizers((dataset.name, dataset.tokenizers) for dataset in opened)

@@ -156,13 +156,20 @@ class Pool:
 
 
 def parallel_map(
-    function: Callable[[Item], Result], items: Iterable[Item], max_threads: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    max_threads: int,
+    *,
+    is_local: bool = False,
 ) -> list[Result]:
     """`function` of each item by at most so many threads, in the order of the items.
 
-    See `Pool.map`.
+    See `Pool.map`. is_local: the work is on local files, so this thread does it: other threads
+    would only take turns, and starting them takes longer than opening a file.
     """
     listed = list(items)
+    if is_local:
+        return [function(item) for item in listed]
     pool = Pool(max_threads, "streammega-open", idle_timeout=0.0)
     if len(listed) == 1:
         return [pool.call(partial(function, listed[0]))]

@@ -6,6 +6,7 @@ import errno
 import gc
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from streammega.dataset.resolve import find_pairs, resolve
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, MissingShardsError
 from streammega.order.stream_order import tree_fractions
+from streammega.samples.open import open_source
 from tests.support.builders import KINDS, write_lengths
 
 
@@ -115,6 +117,25 @@ def test_thousands_of_shards_of_a_manifest_are_few_objects_for_the_collector(
     assert len(found) == 2000
     # Of a local one, its entry, the shard, and its store with a lock. Lists of checksums are none.
     assert len(gc.get_objects()) - before < 5.5 * 2000
+
+
+def test_local_datasets_are_opened_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start threads took longer than to open a pair, and their turns several times as long."""
+    pair = str(tmp_path / "web")
+    write_lengths(pair, [30, 20])
+    for number in range(2):
+        write_lengths(f"{tmp_path}/set-{number:05d}-of-00002", [30])
+
+    def refused(thread: threading.Thread) -> None:
+        raise AssertionError(f"{thread.name} was started")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert len(IndexedDataset(pair)) == 2
+    assert len(IndexedDataset(f"{tmp_path}/set-*")) == 2
+    config = DataConfig(blend=[pair, f"{tmp_path}/set-*"], sequence_length=8, order="stream")
+    assert len(open_source(config, "train", 1).files) == 2
 
 
 # --- names and blends -----------------------------------------------------------------------------------------------------

@@ -125,26 +125,23 @@ def test_an_empty_state_is_refused_or_none(opened: Open) -> None:
 
 
 @pytest.mark.guarantee("integration-loading-twice")
-@pytest.mark.parametrize("foreign", ["other trainer", "other data", "damaged"])
-def test_a_foreign_state_is_refused_and_changes_nothing(opened: Open, foreign: str) -> None:
+def test_foreign_states_are_refused_and_change_nothing(opened: Open) -> None:
     adapter, batches, state, rest = after(opened, 8)
     other = opened(seed=5)
     take(other, other.batches(), 4)
-    states: dict[str, Any] = {
-        "other trainer": {"epoch": 3, "dp_rank_0": "..."},
-        "other data": other.state(),
-        "damaged": damaged(state),
-    }
+    other_trainers = {"epoch": 3, "dp_rank_0": "..."}
+    for foreign in (other_trainers, other.state(), damaged(state)):
+        if not adapter.is_lazy:
+            with pytest.raises(StateError):
+                adapter.load(foreign)
+            continue
+        adapter.load(foreign)
+        # what is not of torchdata's form at all meets torchdata's own words
+        of_torchdata = (AssertionError, KeyError) if foreign is other_trainers else ()
+        with pytest.raises((StateError, *of_torchdata)):
+            take(adapter, adapter.batches(), 1)
     if not adapter.is_lazy:
-        with pytest.raises(StateError):
-            adapter.load(states[foreign])
         assert take(adapter, batches, 8) == rest
-        return
-    adapter.load(states[foreign])
-    # what is not of torchdata's form at all meets torchdata's own words
-    errors = (StateError, AssertionError, KeyError) if foreign == "other trainer" else StateError
-    with pytest.raises(errors):
-        take(adapter, adapter.batches(), 1)
 
 
 def damaged(state: Any) -> Any:

@@ -142,11 +142,6 @@ def read(most, path):
     assert listed == ["2: whoever", "3: most", "4: Of ...", "5: lies", "6: own"]
 
 
-def test_the_package_passes_the_gate() -> None:
-    done = report("--gate")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [("nothing", "cannot be read"), ("broken", "cannot be read"), ("", "no Python files")],

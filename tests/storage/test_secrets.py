@@ -61,7 +61,11 @@ class Site:
         self.server.objects[f"/{name}"] = data
 
 
-@pytest.fixture(params=range(3))
+PASSWORDS = 3
+"""How many there are; `make test` meets each, and each operation by one of them."""
+
+
+@pytest.fixture(params=range(PASSWORDS))
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     password = some_secret(random.Random(request.param), USER_INFO)
     write_random_pair(str(tmp_path / "source" / "one"), count=60, longest=80)
@@ -179,7 +183,15 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        pytest.param(name, seed, marks=[pytest.mark.soak] if number % PASSWORDS != seed else [])
+        for number, name in enumerate(OPERATIONS)
+        for seed in range(PASSWORDS)
+    ],
+    indirect=["site"],
+)
 def test_passwords_of_urls_show_nowhere(
     name: str,
     site: Site,

@@ -211,8 +211,8 @@ def write_small_run(folder: Path, prefix: str, **train: Any) -> str:
     )
 
 
-def write_layout_run(folder: Path, **train: Any) -> str:
-    """A run file of 20 steps of four layers over two datasets in the stream order; and these."""
+def write_layout_run(folder: Path, layers: int = 4, **train: Any) -> str:
+    """A run file of 20 steps of some layers over two datasets in the stream order; and these."""
     for name, count, seed in (("web", 400, 0), ("code", 200, 5)):
         write_random_pair(str(folder / name), count=count, vocab=100, seed=seed)
     blend = [[f"{folder}/web", 0.7], [f"{folder}/code", 0.3]]
@@ -225,7 +225,7 @@ def write_layout_run(folder: Path, **train: Any) -> str:
     return write_run_file(
         folder,
         data={"blend": blend, "order": "stream", "eod_id": 3},
-        model={"vocab_size": 100, "layers": 4},
+        model={"vocab_size": 100, "layers": layers},
         train=settings | train,
         parallel={"bucket_size": 2000},
     )

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
     warnings.simplefilter("ignore")  # it warns of optional packages at import
+    # torch.compile, which decorates what tests never call, would import its compiler for a second
+    patch.setenv("TORCHDYNAMO_DISABLE", "1")
     from megatron.core import parallel_state
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder

@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+
+def fork_the_server() -> None:
+    """Make the server of forks a fork of this process, which has imported all tests.
+
+    A server of its own would import torch for five seconds in each worker of pytest. Python 3.14
+    starts it in another way, and keeps that.
+    """
+    if sys.version_info < (3, 14):
+        resource_tracker.ensure_running()  # an interpreter of its own, as ever
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multiprocessing.util, "spawnv_passfds", _fork_server)
+            forkserver.ensure_running()
+
+
+def _fork_server(_path: object, _arguments: object, descriptors: list[int]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, such as that of pytest-xdist
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _serve_forks(*descriptors)
+    finally:
+        os._exit(0)
+
+
+def _serve_forks(listener: int, alive: int) -> None:
+    """The server's program, without what pytest and its worker have set up."""
+    this_pipe = os.readlink(f"/proc/self/fd/{alive}")
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the listing's own
+            if descriptor != alive and os.readlink(f"/proc/self/fd/{descriptor}") == this_pipe:
+                os.close(descriptor)  # or the server would wait for itself
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    select.select([listener, alive], [], [])  # the kernels are for those who fork
+    forkserver.main(listener, alive, ["tests.support.preloaded"])
 
 
 class Family:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class S3:
         }
 
     def client(self) -> Any:
+        return self._client
+
+    @cached_property
+    def _client(self) -> Any:
         return botocore.session.Session().create_client(
             "s3",
             region_name="us-east-1",

@@ -43,7 +43,7 @@ LOSS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    return Path(write_layout_run(tmp_path, device=None, collective_timeout=20.0))
+    return Path(write_layout_run(tmp_path, layers=2, device=None, collective_timeout=20.0))
 
 
 def trained(
@@ -88,9 +88,9 @@ def test_a_run_goes_on_with_the_same_losses_from_the_checkpoint_of_another_optim
 ) -> None:
     """Fused and sharded optimizers keep their step on the device, replicated ones on the host."""
     tolerance = LOSS["bfloat16" if before is NARROW else "float32"]
-    whole = trained(run_file, "whole", device, before, 6)
-    first = trained(run_file, "parts", device, before, 3)
-    second = trained(run_file, "parts", device, after, 3, resume=True)
+    whole = trained(run_file, "whole", device, before, 4)
+    first = trained(run_file, "parts", device, before, 2)
+    second = trained(run_file, "parts", device, after, 2, resume=True)
     assert_alike([*first, *second], whole, tolerance)
 
 

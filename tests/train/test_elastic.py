@@ -43,7 +43,7 @@ apart now and then.
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    return Path(write_layout_run(tmp_path, collective_timeout=4.0, save_interval=2))
+    return Path(write_layout_run(tmp_path, layers=2, collective_timeout=4.0, save_interval=2))
 
 
 def torchrun(

@@ -18,10 +18,11 @@ from tests.support.checkpoint_programs import checkpoint_records, files_of
 from tests.support.gang import Gang
 from tests.support.rank_programs import train
 
-SOON_STEPS = 4
+SOON_STEPS = 2
+LONGER_STEPS = 4
 STEPS = 20
-"""Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong
-shows in the second step.
+"""Of a comparison in `make test`, of one whose samples get longer after two steps, and in `make
+soak`: a rank whose share of a gradient is wrong shows in the second step.
 """
 TOLERANCE = 2e-5
 """Of losses; ten times that of parameters after 20 steps. They add the same fp32 numbers in another
@@ -231,14 +232,18 @@ def test_one_loss_for_all_optimizers_and_schedules(
     compare(gang, folder, alone, "plain", layout, overrides, steps)
 
 
+CHAIN_STEPS = 7
+"""One for each of the layouts below."""
+
+
 @pytest.mark.guarantee("run-may-change", "15-checkpoint-holds")
 def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
     gang: Gang, folder: Path, alone: dict[Any, Any]
 ) -> None:
     """Weights, moments and cursor cross from each layout and optimizer to each other: the losses
-    are those of one rank.
+    are those of one rank. Each layout makes one step: the next one's loss shows whether it was right.
     """
-    whole, _ = run_alone(gang, folder, alone, "plain", STEPS)
+    whole, _ = run_alone(gang, folder, alone, "plain", CHAIN_STEPS)
     chain = [
         (4, ["parallel.optimizer=sharded"]),
         (
@@ -260,13 +265,13 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
     records = []
     for size, overrides in chain:
         records += gang.run(
-            size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 2
+            size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 1
         )[0]
-    for record, wanted in zip(records, whole, strict=False):
+    for record, wanted in zip(records, whole, strict=True):
         assert record["batch_hash"] == wanted["batch_hash"]
         assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
         assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    assert len(records) == 14
+    assert len(records) == CHAIN_STEPS
     written = checkpoint_records(Path(out) / "checkpoints")
     assert len(written) == 3
     first, *others = (what_is_stored(files_of(record)) for record in written)
@@ -279,8 +284,8 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
 @pytest.mark.parametrize(
     ("variant", "layout", "steps"),
     [
-        ("longer", (1, 1, 2, 2), SOON_STEPS),
-        ("longer documents", (1, 2, 1, 1), SOON_STEPS),
+        ("longer", (1, 1, 2, 2), LONGER_STEPS),
+        ("longer documents", (1, 2, 1, 1), LONGER_STEPS),
         *(pytest.param("longer documents", own, STEPS, marks=pytest.mark.soak) for own in LAYOUTS),
     ],
     ids=str,
@@ -311,7 +316,7 @@ def test_a_run_goes_on_over_a_change_of_length_on_other_ranks(
     gang: Gang, folder: Path, alone: dict[Any, Any]
 ) -> None:
     """Resumed before the change, at it and after it."""
-    whole, weights = run_alone(gang, folder, alone, "longer", SOON_STEPS)
+    whole, weights = run_alone(gang, folder, alone, "longer", LONGER_STEPS)
     assert [record["tokens"] for record in whole] == [256, 512, 768, 1024]
     out = str(folder / "chain-longer")
     layouts = [(2, ["parallel.cp=2"]), (2, ["parallel.tp=2"]), (2, []), (1, [])]
