@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from itertools import pairwise
@@ -119,18 +119,14 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
         is_choice = isinstance(value, str) and value in kind.choices
         if is_choice or (value is None and kind.is_optional):
             continue
-        what = f"{section}{item.name}"
-        if kind.flag is not None:
-            what += f" ({flag_name(item.name, kind.flag)})"
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        if not item.repr or (hides_text and isinstance(value, str) and not kind.choices):
-            shown = f"a {type(value).__name__}"  # it may hold secrets
+        original = value
         for alternative in kind.alternatives:
             with suppress(TypeError):
                 value = _as_kind(value, alternative)
                 break
         else:
-            raise ConfigError(f"{what} is {shown}; it must be {kind.expected}")
+            words = _field_in_words(item, original, kind, section, hides_text)
+            raise ConfigError(f"{words}; it must be {kind.expected}")
         # This sets a field of a frozen dataclass.
         object.__setattr__(settings, item.name, value)
         for number in value if isinstance(value, tuple | list) else (value,):
@@ -138,7 +134,21 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
             if kind.bounds and not (
                 is_number and all(bound.is_met(number, bound.limit) for bound in kind.bounds)
             ):
-                raise ConfigError(f"{what} is {shown}; it must be {kind.range}")
+                words = _field_in_words(item, original, kind, section, hides_text)
+                raise ConfigError(f"{words}; it must be {kind.range}")
+
+
+def _field_in_words(
+    item: Field[Any], value: Any, kind: FieldType, section: str, hides_text: bool
+) -> str:
+    """The name and value of a field in a message: `train.lr (--lr) is -1.0`."""
+    what = f"{section}{item.name}"
+    if kind.flag is not None:
+        what += f" ({flag_name(item.name, kind.flag)})"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    if not item.repr or (hides_text and isinstance(value, str) and not kind.choices):
+        shown = f"a {type(value).__name__}"  # it may hold secrets
+    return f"{what} is {shown}"
 
 
 KINDS: dict[Any, tuple[str, Any, Any]] = {

@@ -920,6 +920,23 @@ def test_an_endpoint_that_is_given_wins_over_the_environment(
         assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
 
 
+def test_region_and_endpoint_of_a_profile_are_taken_without_botocores_handlers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are for clients, and to register them took longer than to open a store."""
+    endpoint = "http://127.0.0.1:1"
+    (tmp_path / "config").write_text(
+        f"[profile far]\nregion = eu-north-1\nendpoint_url = {endpoint}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setattr("botocore.session.Session.register", lambda *_: pytest.fail("registered"))
+    options = {"key": KEY, "secret": SECRET, "profile": "far"}
+    made = s3_arguments("web", StorageConfig(storage_options=options))["config"]
+    assert made["region"] == "eu-north-1"
+    assert made["endpoint"] == endpoint
+
+
 @pytest.mark.parametrize("options", [{"anon": True}, {"key": KEY, "secret": SECRET}])
 def test_what_options_and_environment_tell_is_not_asked_of_botocore(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

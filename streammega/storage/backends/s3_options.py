@@ -54,14 +54,14 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     client_kwargs = dict(options.get("client_kwargs") or {})
     config_kwargs = options.get("config_kwargs") or {}
     style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
-    session = _late_session(options)
+    settings = _late_session(options, with_handlers=False)
     endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
     if not endpoint:
-        endpoint = _endpoint_of(session)
+        endpoint = _endpoint_of(settings)
     region = client_kwargs.get("region_name")
     # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
-        region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
+        region = os.environ.get("AWS_DEFAULT_REGION") or settings().get_config_variable("region")
     store: dict[str, Any] = {"region": region or "us-east-1"}
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
@@ -79,6 +79,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     if options.get("anon"):
         store["skip_signature"] = True
     else:
+        session = _late_session(options, with_handlers=True)
         arguments["credential_provider"] = _credential_provider(bucket, options, session)
     return arguments
 
@@ -110,17 +111,20 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
     return f"{scheme}://{bucket}.{host}"
 
 
-def _late_session(options: Mapping[str, Any]) -> Callable[[], Any]:
+def _late_session(options: Mapping[str, Any], *, with_handlers: bool) -> Callable[[], Any]:
     """A function that returns botocore's session, and makes it at the first call.
 
     Importing botocore takes longer than a first batch, and most options need no session.
+    with_handlers: for clients, as those that get credentials; they take most of a session's time.
     """
 
     @cache
     def session() -> Any:
         import botocore.session
 
-        return botocore.session.Session(profile=options.get("profile"))
+        return botocore.session.Session(
+            profile=options.get("profile"), include_builtin_handlers=with_handlers
+        )
 
     return session
 
