@@ -95,7 +95,6 @@ STORAGE_TESTS = Path(__file__).parent / "storage"
 WAIT_LONG = (
     "test_elastic.py",
     "test_clusters.py",
-    "::TestRay::",
     "test_watch.py",
     "to_torchrun",
     "test_retry.py",

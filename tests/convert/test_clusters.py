@@ -19,6 +19,7 @@ from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import SharedFiles
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
+from tests.convert.test_reshape import check_that_a_killed_worker_is_replaced, digest, make_corpus
 
 WARNINGS = (
     "ignore::ResourceWarning",
@@ -62,61 +63,101 @@ def test_a_worker_with_another_tokenizer_makes_no_tokens() -> None:
         encoder_of(job)
 
 
-@pytest.fixture
-def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Ray of two nodes; on the second one `<folder>/apart` is a disk of its own.
+@pytest.fixture(scope="module")
+def folder_apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On the second node of `cluster` a disk of its own."""
+    return tmp_path_factory.mktemp("apart")
 
-    Yields the folder.
-    """
-    (tmp_path / "apart").mkdir()
+
+@pytest.fixture(scope="module")
+def may_mount(folder_apart: Path) -> bool:
+    """Whether this user may give a process disks of its own."""
+    mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(folder_apart)]
     try:
-        subprocess.run(
-            ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path / "apart")],
-            check=True,
-            capture_output=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount")
+        return subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def cluster(folder_apart: Path, may_mount: bool) -> Iterator[None]:
+    """A Ray of two nodes with a worker each, for all tests of it: it takes seconds to start."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    monkeypatch.setenv("PYTHONPATH", ROOT)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    start = f"exec {Path(sys.executable).parent}/ray start --address={cluster.address} --num-cpus=1 --block"
-    command = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs none '{tmp_path}/apart' && {start}"]
-    second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ray.init(
-            address=cluster.address,
-            log_to_driver=False,
-            logging_level="ERROR",
-            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("PYTHONPATH", ROOT)
+        head = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
         )
-        until = time.monotonic() + NODE_WITHIN
-        while sum(bool(node["Alive"]) for node in ray.nodes()) < 2:
-            assert time.monotonic() < until, "the second node does not come up"
-            time.sleep(0.1)  # there is no event of a node that joins
-        yield tmp_path
-    finally:
-        ray.shutdown()
-        second.terminate()
-        second.wait()
-        cluster.shutdown()
+        start = f"exec {Path(sys.executable).parent}/ray start --address={head.address} --num-cpus=1 --block"
+        command = ["sh", "-c", start]
+        if may_mount:
+            mount = f"mount -t tmpfs none '{folder_apart}'"
+            command = ["unshare", "-m", "sh", "-c", f"{mount} && {start}"]
+        second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            ray.init(
+                address=head.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+            )
+            until = time.monotonic() + NODE_WITHIN
+            while sum(bool(node["Alive"]) for node in ray.nodes()) < 2:
+                assert time.monotonic() < until, "the second node does not come up"
+                time.sleep(0.1)  # there is no event of a node that joins
+            yield
+        finally:
+            ray.shutdown()
+            second.terminate()
+            second.wait()
+            head.shutdown()
+
+
+@pytest.mark.guarantee("ray-same-bytes")
+@pytest.mark.filterwarnings(*WARNINGS)
+def test_a_worker_of_a_cluster_that_is_killed_is_replaced(cluster: None, tmp_path: Path) -> None:
+    check_that_a_killed_worker_is_replaced(tmp_path, "ray")
+
+
+@pytest.mark.guarantee("units-shards-functions", "ray-same-bytes")
+@pytest.mark.filterwarnings(*WARNINGS)
+def test_a_cluster_makes_the_same_bytes(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_corpus(tmp_path / "in.jsonl", 800)
+    options: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "shard_bytes": 40_000,
+        "shuffle_seed": 1,
+        "format": "zst",
+    }
+    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 20_000)
+    inputs = [str(tmp_path / "in.jsonl")]
+    convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
+    report = convert(inputs, str(tmp_path / "ray" / "web"), backend="ray", **options)
+    assert report.documents == 800
+    assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
 @pytest.mark.guarantee("ray-machine-see")
 @pytest.mark.filterwarnings(*WARNINGS)
 def test_a_machine_that_does_not_see_the_work_folder_or_an_input_fails_its_first_task(
-    two_machines: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: None,
+    folder_apart: Path,
+    may_mount: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not may_mount:
+        pytest.skip("needs the right to mount")
     monkeypatch.setattr(
         "streammega.convert.job.MAX_UNIT_BYTES", 100
     )  # so that both machines get units
-    shared = two_machines / "shared"
-    apart = two_machines / "apart"
+    shared = tmp_path / "shared"
+    apart = folder_apart
     shared.mkdir()
     for folder in (shared, apart):
         (folder / "in.jsonl").write_text('{"text": "text"}\n' * 40)

@@ -32,6 +32,7 @@ from streammega.convert.tokenize import tokenizers
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
 from streammega.storage.backends.local import LocalWriter, local_error
 from tests.support.builders import convert_bytes, write_random_pair
+from tests.support.processes import launch
 from tests.support.servers import S3
 
 EOD = "<|endoftext|>"
@@ -200,27 +201,29 @@ def test_end_of_document_can_be_named_and_left_out(tokenizer: str, tmp_path: Pat
 # --- the command lines ----------------------------------------------------------------------------------------------------
 
 
-def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "streammega", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+def run(folder: Path, *words: str, **environment: str) -> tuple[int | None, str]:
+    """How the program ends as a process of its own, and what it prints; the folder is for its log."""
+    folder.mkdir()
+    process = launch(folder, 1, ["-m", "streammega", *words], environment)
+    [code] = process.ended(0, within=120)
+    return code, process.log(0)
 
 
 def test_convert_and_describe_as_a_user_runs_them(
     tokenizer: str, tmp_path: Path, s3: S3, bucket: str
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n{"text": ""}\n{"text": "more"}\n')
-    environment = os.environ | s3.environment
     url = f"s3://{bucket}/web"
     words = [str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer]
-    made = run("convert", *words, env=environment)
-    assert made.returncode == 0, made.stderr
-    assert "documents: 2\ntokens: 17\ndtype: uint16\n" in made.stdout
-    assert "empty: 1\n" in made.stdout
+    code, printed = run(tmp_path / "convert", "convert", *words, **s3.environment)
+    assert code == 0, printed
+    assert "documents: 2\ntokens: 17\ndtype: uint16\n" in printed
+    assert "empty: 1\n" in printed
     words = [url, "--tokenizer", tokenizer, "--plot", str(tmp_path / "h.png")]
-    told = run("describe", *words, env=environment)
-    assert told.returncode == 0, told.stderr
-    assert "documents: 2\nsequences: 2\nempty_documents: 0\n" in told.stdout
-    assert "hello world<|endoftext|>more<|endoftext|>" in told.stdout
+    code, printed = run(tmp_path / "describe", "describe", *words, **s3.environment)
+    assert code == 0, printed
+    assert "documents: 2\nsequences: 2\nempty_documents: 0\n" in printed
+    assert "hello world<|endoftext|>more<|endoftext|>" in printed
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -305,11 +308,11 @@ def test_a_single_input_needs_no_list_and_names_may_be_paths(
     assert merge_tasks(source, name(tmp_path / "task"), tokenizer="bytes").documents == 1
 
 
-def test_misspelled_commands_and_options_are_usage_errors() -> None:
+def test_misspelled_commands_and_options_are_usage_errors(tmp_path: Path) -> None:
     for words in (["convrt"], ["describe", "x", "--tokeniser", "y"]):
-        done = run(*words)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+        code, printed = run(tmp_path / words[0], *words)
+        assert code == 2
+        assert "Traceback" not in printed
 
 
 def test_describe_says_when_the_tokenizer_is_another(

@@ -8,11 +8,7 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -30,6 +26,7 @@ from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.text import HEAD_BYTES, holds_lines, read_values
 from streammega.errors import ConvertError
 from tests.support.builders import convert_bytes, stored_texts
+from tests.support.processes import launch
 from tests.support.servers import S3
 
 RECORDS = [
@@ -282,17 +279,17 @@ def test_a_killed_conversion_of_arrays_goes_on_to_the_same_bytes(tmp_path: Path)
         "plan.MAX_UNIT_BYTES = 1000;"
         "convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]
+    command = ["-c", code, str(tmp_path / "out"), *inputs]
     for seed in range(1, 3):
-        process = subprocess.Popen(command, env=os.environ, stderr=subprocess.DEVNULL)
+        process = launch(tmp_path, 1, command)
         wanted = seed + 1
         while (
-            process.poll() is None
+            process.ended(0, within=0.01) == [None]
             and len(list((tmp_path / ".out.convert").glob("unit-*.json"))) < wanted
         ):
-            time.sleep(0.01)
+            pass
         time.sleep(random.Random(seed).random() / 20)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        process.close()
+    process = launch(tmp_path, 1, command)
+    assert process.ended(0, within=120) == [0], process.log(0)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")

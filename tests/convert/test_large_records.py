@@ -5,10 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ from streammega.convert.read import source as read_source
 from streammega.convert.read.source import LongLine, read_lines
 from streammega.errors import ConvertError
 from tests.support.builders import convert_bytes, tar_bytes, write_tar
+from tests.support.processes import launch
 
 MAX_BYTES = 3000
 LARGE = "large " * 1000
@@ -155,16 +152,18 @@ def test_a_conversion_that_is_killed_within_a_large_record_goes_on_to_the_same_b
     inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     convert_bytes(tmp_path / "whole", *inputs)
     code = "import sys; from streammega.convert import convert; convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
-    command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]
+    command = ["-c", code, str(tmp_path / "out"), *inputs]
     work = tmp_path / ".out.convert"
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(work.glob(".unit-000001-*.partial")):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = launch(tmp_path, 1, command)
+    while process.ended(0, within=0.002) == [None] and not list(
+        work.glob(".unit-000001-*.partial")
+    ):
+        pass
+    process.close()
     assert {path.name for path in work.glob("unit-*.json")} == {"unit-000000.json"}
-    done = subprocess.run(command, check=True, stderr=subprocess.PIPE)
-    assert b"1 of 6 units are done" in done.stderr
+    again = launch(tmp_path, 1, command)
+    assert again.ended(0, within=120) == [0], again.log(0)
+    assert "1 of 6 units are done" in again.log(0)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out{suffix}").read_bytes() == (
             tmp_path / f"whole{suffix}"

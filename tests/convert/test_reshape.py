@@ -5,15 +5,12 @@ and memory change nothing.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,6 +34,7 @@ from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectCh
 from tests.support.builders import convert_bytes, convert_files, write_random_pair
 from tests.support.kill_programs import failing_task, slow_task
 from tests.support.oracle import IndexedDatasetBuilder
+from tests.support.processes import Family, launch
 from tests.support.servers import S3
 
 Document = tuple[tuple[tuple[int, ...], int], ...]
@@ -266,20 +264,16 @@ CONVERT = """
 import sys
 import streammega.convert.job as job
 from streammega.convert import convert
-if __name__ == "__main__":
-    job.MAX_UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
-    convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", format="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
-            workers=int(sys.argv[3]), pack_length=int(sys.argv[4]) or None)
+job.MAX_UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
+convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", format="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
+        workers=int(sys.argv[3]), pack_length=int(sys.argv[4]) or None)
 """
 
 
-def start(
-    script: Path, source: Path, target: Path, workers: int, pack: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, str(script), str(source), str(target / "web"), str(workers), str(pack)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+def start(source: Path, target: Path, workers: int, pack: int) -> Family:
+    """A conversion by a process that has imported what it needs."""
+    words = ["-c", CONVERT, str(source), str(target / "web"), str(workers), str(pack)]
+    return launch(source.parent, 1, words)
 
 
 def files_below(folder: Path) -> int:
@@ -300,18 +294,15 @@ def kill_again_and_again(
     """Kill a conversion at random moments until it was killed so often, then let it finish: the
     bytes must be the same. pack: tokens of its bins, if any.
     """
-    script = tmp_path / "script.py"
     source = tmp_path / "in.jsonl"
-    script.write_text(CONVERT)
     make_corpus(source)
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
-    process = start(script, source, whole, 1, pack)
+    process = start(source, whole, 1, pack)
     most = 0
-    while process.poll() is None:
+    while process.ended(0, within=0.005) == [None]:
         most = max(most, files_below(whole))
-        time.sleep(0.005)
-    assert process.wait() == 0
+    assert process.ended(0, within=0) == [0], process.log(0)
     rng = random.Random(seed)
     killed = 0
     while killed < kills:
@@ -320,14 +311,15 @@ def kill_again_and_again(
             assert digest_of_dataset(broken) == digest(whole)
             shutil.rmtree(broken)
         wanted = files_below(broken) + rng.randint(1, most)
-        process = start(script, source, broken, workers, pack)
-        while process.poll() is None and files_below(broken) < wanted:
-            time.sleep(0.005)
-        if process.poll() is None:
-            family = psutil.Process(process.pid).children(recursive=True)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            psutil.wait_procs(family, timeout=10)
+        process = start(source, broken, workers, pack)
+        while process.ended(0, within=0.005) == [None] and files_below(broken) < wanted:
+            pass
+        if process.ended(0, within=0) == [None]:
+            workers_of_it = psutil.Process(process.members[0].pid).children(recursive=True)
+            for member in (*workers_of_it, process.members[0]):
+                member.kill()
+            process.close()
+            psutil.wait_procs(workers_of_it, timeout=10)
             killed += 1
             names = {path.name for path in broken.glob("web*")} if broken.exists() else set()
             if "web.manifest.json" not in names and names:
@@ -337,7 +329,8 @@ def kill_again_and_again(
         assert digest_of_dataset(broken) == digest(whole)
         shutil.rmtree(broken)
     shutil.rmtree(broken, ignore_errors=True) if (broken / "web.manifest.json").exists() else None
-    assert start(script, source, broken, workers, pack).wait(120) == 0
+    process = start(source, broken, workers, pack)
+    assert process.ended(0, within=120) == [0], process.log(0)
     assert digest_of_dataset(broken) == digest(whole)
     assert [path.name for path in broken.iterdir() if path.is_dir()] == [], (
         "nothing of the work is left"
@@ -643,55 +636,6 @@ def test_a_cluster_that_cannot_be_joined_is_a_setting_that_is_wrong(
         ConfigError, match="Ray cannot be joined or started at RAY_ADDRESS=nonsense"
     ):
         list(run_parallel(failing_task, range(3), ExecutionConfig(backend="ray"), ignore))
-
-
-@pytest.fixture(scope="class")
-def ray_of_two_workers() -> Iterator[None]:
-    """A Ray of this machine alone, for all tests of it: it takes seconds to start."""
-    import ray
-
-    root = str(Path(__file__).parents[2])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": {"PYTHONPATH": root}},
-        )
-        yield
-        ray.shutdown()
-
-
-@pytest.mark.usefixtures("ray_of_two_workers")
-@pytest.mark.filterwarnings(
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore::FutureWarning",
-)
-class TestRay:
-    @pytest.mark.guarantee("ray-same-bytes")
-    def test_a_worker_of_a_cluster_that_is_killed_is_replaced(self, tmp_path: Path) -> None:
-        check_that_a_killed_worker_is_replaced(tmp_path, "ray")
-
-    @pytest.mark.guarantee("units-shards-functions", "ray-same-bytes")
-    def test_a_cluster_makes_the_same_bytes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        make_corpus(tmp_path / "in.jsonl", 800)
-        options: dict[str, Any] = {
-            "tokenizer": "bytes",
-            "shard_bytes": 40_000,
-            "shuffle_seed": 1,
-            "format": "zst",
-        }
-        monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 20_000)
-        inputs = [str(tmp_path / "in.jsonl")]
-        convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
-        report = convert(inputs, str(tmp_path / "ray" / "web"), backend="ray", **options)
-        assert report.documents == 800
-        assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
 @pytest.mark.guarantee("nothing-shows-under")

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +39,7 @@ from streammega.errors import (
 from streammega.storage.backends.local import map_file
 from tests.support import oracle
 from tests.support.builders import write_random_pair
+from tests.support.processes import launch
 from tests.support.servers import S3, http_server
 
 DTYPES = sorted(DTYPE_OF_CODE.values(), key=str)
@@ -507,20 +506,17 @@ def test_a_finalize_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.guarantee("nothing-half-written")
 def test_a_sigkill_leaves_nothing_under_the_final_name(tmp_path: Path, s3: S3, bucket: str) -> None:
-    for prefix in (str(tmp_path / "p"), f"s3://{bucket}/p"):
+    for name, prefix in (("disk", str(tmp_path / "p")), ("bucket", f"s3://{bucket}/p")):
         code = f"""
 import numpy as np, streammega as sm, os
 w = sm.IndexedDatasetWriter({prefix!r}, np.uint16)
 for _ in range(40): w.add_item(np.zeros(1 << 20, np.uint16))
 print("written", flush=True); import time; time.sleep(60)
 """
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | s3.environment
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"written\n"
-        process.kill()
-        process.communicate()
+        (tmp_path / name).mkdir()
+        process = launch(tmp_path / name, 1, ["-c", code], s3.environment)
+        process.wait_for("written\n", 0)
+        process.close()
         with pytest.raises(ObjectNotFoundError):
             IndexedDataset(prefix, StorageConfig(storage_options=s3.options))
 
@@ -609,11 +605,7 @@ def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(
 def test_a_killed_download_is_not_believed(pair: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with http_server(objects_of(pair)) as server:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"""
+        code = f"""
 import streammega.dataset.local_cache as c, time
 real = c.write_atomically
 def slow(path, chunks, size):
@@ -625,14 +617,10 @@ def slow(path, chunks, size):
 c.write_atomically = slow
 import streammega as sm
 sm.IndexedDataset({server.url + "/p"!r}, index_cache_dir={str(cache)!r})
-""",
-            ],
-            stdout=subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"half\n"
-        process.kill()
-        process.communicate()
+"""
+        process = launch(tmp_path, 1, ["-c", code])
+        process.wait_for("half\n", 0)
+        process.close()
         began = time.monotonic()
         read = IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
         assert time.monotonic() - began < 30, "the dead process's lock was not freed"

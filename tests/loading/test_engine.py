@@ -222,7 +222,7 @@ def test_any_budget_gives_the_same_stream_within_it(
     """From the least that the error names on: fetched blocks, ids and fields that are ready."""
     storage = storage_of(server, "obstore")
     # 130 bytes each
-    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if beyond < 50_000 else 3000)
+    config = config_of(order, "s3:/", tmp_path, storage, samples=800 if beyond < 50_000 else 3000)
     if order == "sequential":
         config = replace(config, num_samples=None, blend=["s3://data/web"])
     budget = least_memory(config) + beyond

@@ -56,6 +56,9 @@ def _serve_forks(listener: int, alive: int) -> None:
         with suppress(OSError):  # the listing's own
             if descriptor != alive and os.readlink(f"/proc/self/fd/{descriptor}") == this_pipe:
                 os.close(descriptor)  # or the server would wait for itself
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.getLogger().handlers.clear()

@@ -37,6 +37,8 @@ from tests.train.test_elastic import check_history, ended, failed, torchrun
 
 SHARDED = ["parallel.optimizer=sharded"]
 NARROW = [*SHARDED, "train.dtype=bfloat16"]
+TRAINED_ON = [pytest.param("cpu", marks=pytest.mark.soak), on_cuda("cuda")]
+"""Whole runs of one rank: on the CPU, test_train.py and test_training_layouts.py have them too."""
 LOSS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative: the kernels of a GPU add in another order, and round to the dtype at other places."""
 
@@ -77,7 +79,7 @@ def assert_alike(got: list[dict[str, Any]], wanted: list[dict[str, Any]], tolera
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", TRAINED_ON)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(NARROW, NARROW), (SHARDED, []), ([], SHARDED)],
@@ -95,7 +97,7 @@ def test_a_run_goes_on_with_the_same_losses_from_the_checkpoint_of_another_optim
 
 
 @pytest.mark.parametrize("dtype", LOSS)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", TRAINED_ON)
 def test_losses_are_those_of_the_cpu_and_hashes_are_equal(
     run_file: Path, device: str, dtype: str
 ) -> None:
