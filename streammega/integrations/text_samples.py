@@ -25,6 +25,9 @@ from streammega.storage.file_system import open_file
 
 Ids = NDArray[np.int64]
 
+MAX_TEXT_BYTES = 1 << 30
+"""The largest member of a tar that is read, as of `convert`: a few packed bytes may become very many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
@@ -208,6 +211,8 @@ def _members(file: Any, suffix: str) -> Iterator[bytes]:
         for member in tar:
             if not member.isreg() or not member.name.endswith(suffix) or _NOTE.match(member.name):
                 continue
+            if member.issparse() or member.size > MAX_TEXT_BYTES:
+                raise tarfile.ReadError(f"{member.name} claims {member.size:,} bytes")
             content = tar.extractfile(member)
             assert content is not None  # it is a regular file
             yield content.read()

@@ -351,3 +351,22 @@ def test_an_array_that_claims_to_be_huge_takes_no_memory(tmp_path: Path, header:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("form", ["text", "tokens"])
+def test_offsets_of_arrow_that_lead_out_of_its_buffers_are_not_followed(
+    tmp_path: Path, form: str
+) -> None:
+    """Arrow itself ends the process, or shows other memory."""
+    offsets = pa.py_buffer(np.array([0, 1, 1 << 28, 3], np.int32))
+    if form == "text":
+        column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
+    else:
+        kind = pa.list_(pa.int64())
+        column = pa.Array.from_buffers(kind, 3, [None, offsets], children=[pa.array([1, 2, 3])])
+    batch = pa.RecordBatch.from_arrays([column], ["text"])
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(ConvertError, match=r"a\.arrow: cannot be read \(ArrowInvalid: .* offset"):
+        convert_to(tmp_path, path, on_error="stop")

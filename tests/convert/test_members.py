@@ -14,7 +14,14 @@ import pytest
 import webdataset
 
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import convert_bytes, convert_files, stored_ids, stored_texts, write_tar
+from tests.support.builders import (
+    convert_bytes,
+    convert_files,
+    stored_ids,
+    stored_texts,
+    tar_with_holes,
+    write_tar,
+)
 
 
 def images(path: Path, **more: Any) -> str:
@@ -126,3 +133,12 @@ def test_samples_with_one_document_need_no_choice(tmp_path: Path) -> None:
     ]
     convert_bytes(tmp_path / "out", write_tar(tmp_path / "a.tar", *members))
     assert stored_texts(tmp_path / "out") == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_members_with_holes_are_refused_and_not_filled(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_with_holes(name))
+    with pytest.raises(ConvertError, match=r"a\.tar!a\.\w+: is stored with holes"):
+        convert_bytes(tmp_path / "out", tmp_path / "a.tar")
+    with pytest.raises(ConvertError, match="unreadable member: 1"):
+        convert_bytes(tmp_path / "out", tmp_path / "a.tar", on_error="skip")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
+from tests.support.builders import tar_with_holes
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
 from tests.support.servers import S3
@@ -368,6 +369,12 @@ def test_notes_and_folders_in_a_shard_are_no_texts(tmp_path: Path) -> None:
     with open(path, "rb") as file:
         theirs = list(webdataset.tariterators.tar_file_iterator(file))
     assert texts == [member["data"].decode() for member in theirs]
+
+
+def test_a_member_with_holes_is_refused_and_not_filled(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_with_holes("a.txt"))
+    with pytest.raises(FormatError, match=r"a\.txt claims 1,125,899,906,842,624 bytes"):
+        list(webdataset_texts()(str(tmp_path / "a.tar")))
 
 
 @pytest.mark.guarantee("textstream-number-ranks")

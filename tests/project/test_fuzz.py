@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.fuzz.common import Target
 from tools.fuzz.run import ENVIRONMENT, finding, name_of, with_change
 from tools.fuzz.targets import TARGETS
 
@@ -33,10 +34,10 @@ def test_a_target_finds_an_error_that_is_not_the_librarys(
 ) -> None:
     target = TARGETS["manifest"](tmp_path)
     sound = target.seeds[0]
-    assert finding(target.run, sound) is None
-    assert finding(target.run, sound[:-9]) is None, "a damaged one is refused by the library"
+    assert finding(target, sound) is None
+    assert finding(target, sound[:-9]) is None, "a damaged one is refused by the library"
     monkeypatch.setattr("streammega.dataset.manifest._check", lambda *_: 1 / 0)
-    error = finding(target.run, sound)
+    error = finding(target, sound)
     assert isinstance(error, ZeroDivisionError)
     assert name_of(error).startswith("ZeroDivisionError-manifest-")
 
@@ -50,7 +51,8 @@ def test_a_librarys_error_that_hides_a_lack_of_memory_is_a_finding() -> None:
         except MemoryError:
             raise FormatError("damaged") from None
 
-    assert isinstance(finding(run, b""), FormatError)
+    assert isinstance(finding(Target(run, []), b""), FormatError)
+    assert finding(Target(run, [], may_lack_memory=True), b"") is None
 
 
 def test_a_change_of_json_is_one_value() -> None:

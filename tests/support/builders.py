@@ -128,6 +128,17 @@ def tar_bytes(*members: tuple[str, bytes]) -> bytes:
     return file.getvalue()
 
 
+def tar_with_holes(name: str) -> bytes:
+    """A tar with a member of three bytes and a petabyte of holes."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo(name)
+        member.size = 3
+        member.pax_headers = {"GNU.sparse.map": "0,3", "GNU.sparse.size": str(1 << 50)}
+        archive.addfile(member, io.BytesIO(b"abc"))
+    return file.getvalue()
+
+
 def write_tar(path: Path, *members: tuple[str, bytes]) -> str:
     """A tar of some members, in their order."""
     path.write_bytes(tar_bytes(*members))

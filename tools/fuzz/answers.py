@@ -17,6 +17,7 @@ from tools.fuzz.common import Target, new_number
 
 BODY = bytes(range(48, 58)) * 3
 SPAN = (2, 12)
+XML = {"Content-Type": "application/xml"}
 ETAG = '"0123456789abcdef0123456789abcdef"'
 NEXT = b"\n--next answer--\n"
 """Between two answers. The last one is given to all later requests, up to MAX_ANSWERS."""
@@ -59,9 +60,9 @@ class AnswerServer:
         connection.recv(65536)
 
 
-def _head(status: str, body: bytes = b"", **headers: str) -> bytes:
+def _answer(status: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -81,31 +82,33 @@ def _listing(*keys: str, token: str = "", dialect: str = "ListBucketResult") -> 
         f"<KeyCount>{len(keys)}</KeyCount>{more}{entries}"
         f"<CommonPrefixes><Prefix>a/b/</Prefix></CommonPrefixes></{dialect}>"
     )
-    return _head("200 OK", text.encode(), Content_Type="application/xml")
+    return _answer("200 OK", text.encode(), XML)
 
 
 def _error(status: str, code: str) -> bytes:
     text = f"<Error><Code>{code}</Code><Message>m</Message><RequestId>1</RequestId></Error>"
-    return _head(status, text.encode(), Content_Type="application/xml")
+    return _answer(status, text.encode(), XML)
 
 
 def _seeds() -> list[bytes]:
     about = {
         "ETag": ETAG,
-        "Last_Modified": "Fri, 02 Jan 2026 03:04:05 GMT",
-        "Accept_Ranges": "bytes",
+        "Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT",
+        "Accept-Ranges": "bytes",
     }
     start, stop = SPAN
-    part = _head(
+    part = _answer(
         "206 Partial Content",
         BODY[start:stop],
-        Content_Range=f"bytes {start}-{stop - 1}/{len(BODY)}",
-        **about,
+        about | {"Content-Range": f"bytes {start}-{stop - 1}/{len(BODY)}"},
     )
     answers = [
-        (b"i", [_head("200 OK", **about).replace(b"Content-Length: 0", b"Content-Length: 30")]),
+        (
+            b"i",
+            [_answer("200 OK", b"", about).replace(b"Content-Length: 0", b"Content-Length: 30")],
+        ),
         (b"r", [part]),
-        (b"r", [_head("200 OK", BODY, **about)]),
+        (b"r", [_answer("200 OK", BODY, about)]),
         (b"m", [part, part]),
         (b"l", [_listing("a1", "a/b/c", token="t"), _listing("a2")]),
         (b"f", [_listing("a1", "a2")]),
@@ -115,8 +118,8 @@ def _seeds() -> list[bytes]:
         (b"r", [_error("301 Moved Permanently", "PermanentRedirect")]),
         (b"r", [_error("416 Range Not Satisfiable", "InvalidRange")]),
         (b"p", [_error("412 Precondition Failed", "PreconditionFailed")]),
-        (b"p", [_head("200 OK", **about)]),
-        (b"d", [_head("204 No Content")]),
+        (b"p", [_answer("200 OK", b"", about)]),
+        (b"d", [_answer("204 No Content")]),
     ]
     return [operation + NEXT.join(parts) for operation, parts in answers]
 

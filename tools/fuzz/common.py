@@ -18,12 +18,15 @@ new_number = itertools.count().__next__
 
 class Target(NamedTuple):
     """A kind of input. run: opens it. seeds: sound inputs, which the library wrote. is_json: mutations
-    change values of the JSON too, and not bytes alone.
+    change values of the JSON too, and not bytes alone. may_lack_memory: a library under ours allocates
+    what a file claims, before it reads: errors of that are no finding, for what is not touched costs
+    nothing.
     """
 
     run: Callable[[bytes], None]
     seeds: list[bytes]
     is_json: bool = False
+    may_lack_memory: bool = False
 
 
 class AnyChecksum:

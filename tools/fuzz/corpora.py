@@ -54,7 +54,8 @@ def corpus_target(
             "other documents than a plain reader gives"
         )
 
-    return Target(run, seeds, is_json=suffix in (".jsonl", ".json"))
+    is_json = suffix in (".jsonl", ".json")
+    return Target(run, seeds, is_json, may_lack_memory=format in ("arrow", "parquet"))
 
 
 class _Reader:

@@ -17,19 +17,25 @@ import argparse
 import contextlib
 import io
 import json
+import mmap
 import os
 import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # it imports the library, which is to be instrumented first
+    from tools.fuzz.common import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -46,13 +52,14 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 """With these, a process takes about the address space that it uses."""
+MAX_INPUT_BYTES = 1 << 20
 KEPT_INPUT_BYTES = 4096
 KEPT_BYTES = 12 << 10
 """Compressed bytes of a target's committed corpus, about."""
 _PROGRESS = re.compile(rb"cov: (\d+) ft: \d+ corp: (\d+)")
 
 
-Targets = dict[str, Callable[[Path], Any]]
+Targets = dict[str, Callable[[Path], "Target"]]
 
 
 class Counts(NamedTuple):
@@ -97,7 +104,7 @@ def load_targets(*, instrumented: bool) -> Targets:
         from tools.fuzz.targets import TARGETS
 
         return TARGETS
-    import atheris  # type: ignore[import-not-found]
+    import atheris
 
     kernels = [f"streammega.kernels.{path.stem}" for path in ROOT.glob("streammega/kernels/*.py")]
     quiet = contextlib.redirect_stderr(io.StringIO())  # it names each module
@@ -122,7 +129,8 @@ def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
     (folder / "corpus").mkdir(exist_ok=True)
     until = time.monotonic() + seconds
     while (left := int(until - time.monotonic())) > 0:
-        status = in_fork(lambda: fuzz_here(name, targets, folder, left), folder / "log")
+        call = partial(fuzz_here, name, targets, folder, left)
+        status = in_fork(call, folder / "log", left + 6 * INPUT_SECONDS)
         match = _PROGRESS.findall((folder / "log").read_bytes())
         if match:
             coverage, corpus = map(int, match[-1])
@@ -133,10 +141,16 @@ def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
         print(f"{name}: the process ended with {status}; see {folder / 'log'}", flush=True)
         if not match:
             break
+        if status < 0:  # libFuzzer did not come to write the input
+            data = (folder / "current").read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            (folder / "findings" / f"ended-with{status}.input").write_bytes(data[8 : 8 + size])
 
 
-def in_fork(call: Callable[[], None], log: Path) -> int:
-    """Make a call in a fork, whose output goes to a file; its exit code."""
+def in_fork(call: Callable[[], None], log: Path, seconds: float) -> int:
+    """Make a call in a fork, whose output goes to a file; its exit code. It is killed after so long:
+    libFuzzer's own alarm may wait for a lock of what hangs.
+    """
     sys.stdout.flush()
     child = os.fork()
     if not child:
@@ -149,8 +163,14 @@ def in_fork(call: Callable[[], None], log: Path) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+    until = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.2)
 
 
 def print_table(names: list[str], folder: Path) -> int:
@@ -161,13 +181,18 @@ def print_table(names: list[str], folder: Path) -> int:
     findings = 0
     for name in names:
         counts = read_counts(folder / name)
-        found = len(list((folder / name / "findings").glob("*.input")))
+        found = len(inputs_of_findings(folder / name))
         findings += found
         print(
             f"{name:16} {counts.inputs:>12,} {counts.seconds:>8,.0f} {counts.coverage:>9,} "
             f"{counts.corpus:>7,} {found:>9}"
         )
     return 1 if findings else 0
+
+
+def inputs_of_findings(folder: Path) -> list[Path]:
+    """What ended a process has the name that libFuzzer gives it: crash-..., timeout-..."""
+    return sorted(path for path in (folder / "findings").glob("*") if path.suffix != ".txt")
 
 
 def read_counts(folder: Path) -> Counts:
@@ -196,7 +221,7 @@ def fuzz_here(
     with tempfile.TemporaryDirectory(dir=fast_folder()) as scratch:
         target = targets[name](Path(scratch))
         write_seeds(name, target.seeds, folder / "corpus")
-        test = Test(target.run, folder)
+        test = Test(target, folder)
         limit_memory()
         flags = [
             f"-timeout={INPUT_SECONDS}",
@@ -217,16 +242,21 @@ def fuzz_here(
 class Test:
     """Runs a target, notes findings, and counts."""
 
-    def __init__(self, run: Callable[[bytes], None], folder: Path) -> None:
-        self._run = run
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target = target
         self._folder = folder
+        with open(folder / "current", "w+b") as file:
+            file.truncate(MAX_INPUT_BYTES)
+            self._current = mmap.mmap(file.fileno(), MAX_INPUT_BYTES)
+            """The size of an input, and its bytes: they stay when it ends the process."""
         self._before = read_counts(folder)
         self._inputs = 0
         self._began = self._saved = time.monotonic()
 
     def __call__(self, data: bytes) -> None:
         self._inputs += 1
-        error = finding(self._run, data)
+        self._current[: 8 + len(data)] = len(data).to_bytes(8, "little") + data
+        error = finding(self._target, data)
         if error is not None:
             self._note(error, data)
         now = time.monotonic()
@@ -246,16 +276,16 @@ class Test:
             path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)))
 
 
-def finding(run: Callable[[bytes], None], data: bytes) -> BaseException | None:
+def finding(target: Target, data: bytes) -> BaseException | None:
     """The error of an input, unless it is one that the library may raise."""
     from streammega.errors import StreammegaError
 
     try:
-        run(data)
+        target.run(data)
     except StreammegaError as error:
         # A library's error may hide that memory was not enough, or the stack.
         cause: BaseException | None = error
-        while cause is not None:
+        while cause is not None and not target.may_lack_memory:
             if isinstance(cause, MemoryError) or "MemoryError" in str(cause):
                 return error
             cause = cause.__cause__ or cause.__context__
@@ -352,8 +382,8 @@ def keep(name: str, targets: Targets, folder: Path) -> None:
     merged = home / "merged"
     shutil.rmtree(merged, ignore_errors=True)
     merged.mkdir(parents=True)
-    in_fork(lambda: fuzz_here(name, targets, home, 0, merged), home / "log")
-    chosen = [path.read_bytes() for path in sorted((home / "findings").glob("*.input"))]
+    in_fork(partial(fuzz_here, name, targets, home, 0, merged), home / "log", 600)
+    chosen = [path.read_bytes() for path in inputs_of_findings(home)]
     chosen += sorted(
         (path.read_bytes() for path in merged.iterdir()), key=lambda data: (len(data), data)
     )
@@ -374,7 +404,7 @@ def replay(names: list[str], targets: Targets) -> int:
             target = targets[name](Path(scratch))
             inputs = [*target.seeds, *committed(name)]
             for data in inputs:
-                error = finding(target.run, data)
+                error = finding(target, data)
                 if error is not None:
                     failed += 1
                     print(f"{name}: {name_of(error)} of {data!r}\n")

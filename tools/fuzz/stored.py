@@ -100,7 +100,7 @@ def idx_target(folder: Path) -> Target:
 
 def _check_batch_of_headers(data: bytes, bin_bytes: int) -> None:
     """Headers that are read together are taken for sound where a single one is."""
-    _, is_sound = rows_of([data], [bin_bytes])
+    _, is_sound = rows_of([memoryview(data)], [bin_bytes])
     try:
         header = parse_header(data, len(data), "x.idx")
         end = 0

@@ -114,19 +114,24 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
     import pyarrow as pa
 
     with source.open_stored() as file:
+        # the workers of a conversion are its threads
+        options = pa.ipc.IpcReadOptions(use_threads=False)
         try:
-            reader = pa.ipc.open_file(file)
+            reader = pa.ipc.open_file(file, options=options)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         except pa.ArrowInvalid:
             file.seek(0)
-            reader = pa.ipc.open_stream(file)
+            reader = pa.ipc.open_stream(file, options=options)
             batches = iter(reader)
         paths, ids = _wanted_paths(reader.schema, source)
         columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
         row = 0
         for batch in batches:
             source.skipped.note_read(batch.nbytes)
-            yield from _rows(batch.select(columns), paths, source, row)
+            wanted = batch.select(columns)
+            # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
+            wanted.validate(full=True)
+            yield from _rows(wanted, paths, source, row)
             row += batch.num_rows
 
 

@@ -164,6 +164,10 @@ def _documents_of(
     """The documents of a regular member: of JSON lines each line, else one."""
     max_bytes = source.options.max_record_bytes
     suffix = document_suffix(member.name)
+    if member.issparse():  # a header may claim a petabyte of holes
+        message = f"{in_one_line(where)}: is stored with holes; make the tar again without --sparse"
+        source.fault("unreadable member", message)
+        return
     file: Any = archive.extractfile(member)
     compression = compression_of(member.name)
     if compression:
