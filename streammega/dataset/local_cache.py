@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -326,7 +327,7 @@ def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[n
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes != len(body):
             raise ValueError(f"it holds {len(body)} bytes, not {num_bytes}")
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TokenError) as error:
         raise corrupt_cache_error(f"{path}: is no readable array ({error})") from None
     dtypes, expected = kind
     known_dtypes = [np.dtype(known) for known in dtypes]

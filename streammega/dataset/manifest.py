@@ -327,7 +327,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
         manifest, parent = _parse(raw, url)
     except FormatError:
         raise
-    except (ValueError, RecursionError, dacite.DaciteError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, dacite.DaciteError) as error:
         raise FormatError(
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None

@@ -415,6 +415,10 @@ class ProvenanceReader:
                 _FilePart(stored, start), metadata=self._metadata, read_dictionary=["path"]
             )
             table = file.read_row_group(number, use_threads=False).combine_chunks()
+            # Forged ones may have nulls, or numbers of paths that are not there.
+            table.validate(full=True)
+            if any(column.null_count for column in table.columns):
+                raise ValueError("it has nulls")
             path = table["path"].combine_chunks()
             origins = DocumentOrigins(
                 paths=tuple(path.dictionary.to_pylist()),

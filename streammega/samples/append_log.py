@@ -105,7 +105,7 @@ class AppendLog:
         stored.pop("run", None)
         try:
             entry = dacite.from_dict(LogEntry, stored, dacite.Config(strict=True))
-        except dacite.DaciteError as error:
+        except (dacite.DaciteError, TypeError, ValueError) as error:  # of a mapping for a list
             raise self._damaged(sample, str(error)) from None
         firsts = [segment.first_sample for segment in entry.segments]
         in_order = firsts == sorted(set(firsts)) and all(0 < first <= sample for first in firsts)

@@ -370,3 +370,13 @@ def test_offsets_of_arrow_that_lead_out_of_its_buffers_are_not_followed(
         writer.write_batch(batch)
     with pytest.raises(ConvertError, match=r"a\.arrow: cannot be read \(ArrowInvalid: .* offset"):
         convert_to(tmp_path, path, on_error="stop")
+
+
+def test_a_dictionary_of_xz_that_claims_gigabytes_is_refused(tmp_path: Path) -> None:
+    packed = lzma.compress(b"\n".join(LINES), lzma.FORMAT_ALONE)
+    path = tmp_path / "a.jsonl.lzma"
+    path.write_bytes(packed[:1] + b"\xff\xff\xff\xff" + packed[5:])
+    with pytest.raises(ConvertError, match="Memory usage limit exceeded"):
+        convert_to(tmp_path, path, on_error="stop")
+    path.write_bytes(lzma.compress(b"\n".join(LINES), preset=9 | lzma.PRESET_EXTREME))
+    convert_to(tmp_path, path, on_error="stop")

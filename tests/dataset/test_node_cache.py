@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,13 @@ def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) 
     for _ in range(2):
         with pytest.raises(CacheError, match=r"checksum.*index_publish_url, publish it again"):
             fetched("damaged")
+
+
+def test_a_kept_array_whose_header_is_no_python_is_named(tmp_path: Path) -> None:
+    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i8', 'fo".ljust(118)
+    (tmp_path / "key-a.npy").write_bytes(header + xxhash.xxh3_64_digest(header))
+    with pytest.raises(CacheError, match=r"key-a\.npy: is no readable array"):
+        cached_arrays(tmp_path, "key", KIND, dict)
 
 
 @pytest.mark.guarantee("12-page-file")

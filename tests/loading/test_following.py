@@ -459,9 +459,11 @@ def test_the_record_is_of_one_run_and_the_state_is_refused_without_it(
     Path(f"{tmp_path}/record/{20:020d}.json").write_text(json.dumps(newer))
     with pytest.raises(FormatError, match="resume the run with a newer streammega"):
         opened(config)
-    Path(f"{tmp_path}/record/{20:020d}.json").write_text('{"format"')
-    with pytest.raises(FormatError, match="is a damaged log of what a run took in"):
-        opened(config)
+    of_mapping = {"format": FORMAT, "version": VERSION, "sample": 20, "segments": {"": None}}
+    for damaged in ('{"format"', json.dumps(of_mapping)):
+        Path(f"{tmp_path}/record/{20:020d}.json").write_text(damaged)
+        with pytest.raises(FormatError, match="is a damaged log of what a run took in"):
+            opened(config)
 
 
 @pytest.mark.guarantee("ranks-killed-between")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from streammega import StreamLoader
+from streammega import StorageConfig, StreamLoader
 from streammega.errors import (
     AccessDeniedError,
     EndpointError,
@@ -26,6 +26,7 @@ from streammega.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from streammega.storage import open_store
 from tests.support.streams import (
     FAULTS,
     blend_of,
@@ -37,6 +38,7 @@ from tests.support.streams import (
     write_data,
 )
 from tools.bench.object_server import Running, running, start
+from tools.fuzz.answers import AnswerServer, listing_answer
 
 
 @pytest.mark.guarantee("faults-change-token")
@@ -299,3 +301,32 @@ for batch in loader:
     assert time.monotonic() - began < 30
     assert errors.strip().endswith("KeyboardInterrupt"), errors
     assert "Exception ignored" not in errors
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transport"), [("s3", "obstore"), ("oss", "obstore"), ("oss", "fsspec")]
+)
+def test_a_server_that_lists_the_same_page_for_ever_is_refused(scheme: str, transport: Any) -> None:
+    server = AnswerServer()
+    server.answers = [listing_answer("a1", "a2", "a3", token="again")]
+    options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
+    storage = StorageConfig(transport=transport, storage_options=options)
+    store, key = open_store(f"{scheme}://bucket/a", storage)
+    with pytest.raises(StorageError, match=r"//bucket/a\d: the server lists this again and again"):
+        store.list(key)
+    assert server.requests < 60, "with those that obstore makes ahead"
+
+
+def test_an_answer_of_oss_without_a_size_or_a_version_is_no_object() -> None:
+    server = AnswerServer()
+    options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
+    storage = StorageConfig(transport="fsspec", storage_options=options)
+    store, key = open_store("oss://bucket/a", storage)
+    server.answers = [b"HTTP/1.1 200 OK\r\n\r\n"]
+    with pytest.raises(StorageError, match="does not say how large the object is"):
+        store.info(key)
+    server.answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"]
+    assert (store.info(key).size, store.info(key).etag) == (7, "")
+
+
+SECRETS = {"key": "k", "secret": "s" * 20}

@@ -36,6 +36,8 @@ be little faster.
 PIECE_BYTES = 1 << 20
 """Bytes that bzip2 and xz give at once, at most: a few compressed ones may become very many."""
 BUFFER_BYTES = 1 << 20
+MAX_XZ_BYTES = 1 << 29
+"""Memory for the dictionary of .xz: `xz -9` needs 65 MiB, and a header may claim 4 GiB."""
 
 
 class Compression(NamedTuple):
@@ -50,12 +52,13 @@ class Compression(NamedTuple):
     package: str = ""
 
 
+_start_xz = partial(lzma.LZMADecompressor, memlimit=MAX_XZ_BYTES)
 COMPRESSIONS = {
     # 16 tells zlib that there is a gzip header
     ".gz": Compression(partial(zlib.decompressobj, 16 + zlib.MAX_WBITS), rb"\x1f\x8b"),
     ".bz2": Compression(bz2.BZ2Decompressor, rb"BZh\d(1AY&SY|\x17rE8P\x90)"),
-    ".xz": Compression(lzma.LZMADecompressor, rb"\xfd7zXZ"),
-    ".lzma": Compression(lzma.LZMADecompressor, rb"\x5d\0\0\x80"),
+    ".xz": Compression(_start_xz, rb"\xfd7zXZ"),
+    ".lzma": Compression(_start_xz, rb"\x5d\0\0\x80"),
     ".zst": Compression(lambda: zstandard.ZstdDecompressor().decompressobj(), rb"\x28\xb5\x2f\xfd"),
     ".zip": Compression(),
     ".lz4": Compression(package="lz4"),

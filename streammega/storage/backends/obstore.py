@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -212,10 +214,8 @@ class ObstoreStore(RemoteStore):
         def list_folder(client: Any) -> Any:
             if not recursive:
                 return client.list_with_delimiter(folder)["objects"]
-            objects: list[Any] = []
-            for page in client.list(folder):
-                objects += page
-            return objects
+            pages = client.list(folder)
+            return list(self._refuse_repetition(chain.from_iterable(pages), itemgetter("path")))
 
         infos = _listed_infos(self._call(prefix, list_folder))
         listed = [info for info in infos if info.key.startswith(prefix)]

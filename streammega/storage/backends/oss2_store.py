@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -19,7 +20,7 @@ from streammega.storage.backends.oss import INSTALL, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.etags import check_version
-from streammega.storage.http_errors import check_range, failure_of_status, no_answer
+from streammega.storage.http_errors import check_range, failure_of_status, no_answer, no_size
 from streammega.storage.store import ObjectInfo, ObjectWriter, Span
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ class Oss2Store(RemoteStore):
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
         answer = self._call(key, lambda bucket: bucket.head_object(key))
-        return ObjectInfo(key=key, size=int(answer.content_length), etag=_quoted(answer.etag))
+        if answer.content_length is None:
+            raise no_size(self.url(key))
+        etag = _quoted(answer.etag) if answer.etag else ""
+        return ObjectInfo(key=key, size=int(answer.content_length), etag=etag)
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
         """Every answer's ETag is compared."""
@@ -58,7 +62,7 @@ class Oss2Store(RemoteStore):
             last = stop - 1  # a range of HTTP holds its end
             answer = client.get_object(key, byte_range=(start, last), headers=STANDARD_RANGES)
             try:
-                check_version(self.url(key), etag, str(answer.etag))
+                check_version(self.url(key), etag, answer.etag or "")
                 content_range = answer.headers.get("Content-Range", "")
                 length = answer.content_length
                 check_range(self.url(key), span, answer.status, content_range, length)
@@ -82,7 +86,8 @@ class Oss2Store(RemoteStore):
             entries = oss2.ObjectIteratorV2(
                 bucket, prefix=prefix, delimiter=delimiter, max_keys=1000
             )
-            return [entry for entry in entries if not entry.is_prefix()]
+            listed = self._refuse_repetition(entries, attrgetter("key"))
+            return [entry for entry in listed if not entry.is_prefix()]
 
         listed = [
             ObjectInfo(key=entry.key, size=int(entry.size), etag=_quoted(entry.etag))

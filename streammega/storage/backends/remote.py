@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
-from streammega.errors import AccessDeniedError
+from streammega.errors import AccessDeniedError, StorageError
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, endpoint_of
 from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
 
 Result = TypeVar("Result")
+Entry = TypeVar("Entry")
 MAX_SPANS_TOGETHER = 8
 MAX_BYTES_TOGETHER = 64 << 10
 """Up to so many ranges of so many bytes together are read by one call: a thread for each costs more
@@ -35,6 +36,8 @@ PARTS_OF_A_SIZE = 2000
 So an object may have 1.9 TiB, while most uploads hold little in memory.
 """
 MiB = 1 << 20
+MAX_TIMES_LISTED = 4
+"""Times that no sound listing has an entry."""
 
 
 class RemoteStore(Store):
@@ -82,6 +85,31 @@ class RemoteStore(Store):
 
     def _check_key(self, key: str) -> None:
         """Raise ConfigError for a key that the client would change."""
+
+    def _refuse_repetition(
+        self, entries: Iterable[Entry], path_of: Callable[[Entry], str]
+    ) -> Iterator[Entry]:
+        """The entries of a listing. Raises StorageError where a server gives the same ones again and again,
+        because it ignores where to go on.
+
+        By Brent's algorithm: one entry is remembered, a later one whenever twice as many have come. An entry
+        may come twice: an object and a marker of a folder can have one name.
+        """
+        remembered = ""
+        times = 0
+        for count, entry in enumerate(entries, 1):
+            path = path_of(entry)
+            if path == remembered:
+                times += 1
+                if times == MAX_TIMES_LISTED:
+                    raise StorageError(
+                        f"{self.url(path)}: the server lists this again and again, and ignores where to go on "
+                        f"(continuation-token); name the objects one by one"
+                    )
+            if not count & (count - 1):
+                remembered = path
+                times = 1
+            yield entry
 
     def _renewal(self) -> Callable[[], bool] | None:
         """A function to call if credentials are refused. It returns whether there are others now.
