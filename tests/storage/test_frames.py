@@ -98,6 +98,16 @@ def test_a_damaged_frame_is_named_by_its_place() -> None:
     assert shown(frames, stored, 0, 40_001) == whole[:40_001]
 
 
+def test_a_frame_whose_header_claims_gigabytes_is_named_without_them() -> None:
+    frame = bytearray(zstandard.compress(content(300)))
+    assert frame[4:7] == b"\x60\x2c\x00", "one segment, and its size in two bytes"
+    forged = frame[:4] + b"\xe0" + (1 << 36).to_bytes(8, "little") + frame[7:]
+    stored = np.frombuffer(bytes(forged), np.uint8)
+    frames = Frames("file:x.bin.zst", np.array([0, len(stored)]), np.array([0, 300]))
+    with pytest.raises(FormatError, match=r"frame 0, .*68719476736 bytes instead of 300"):
+        shown(frames, stored, 0, 300)
+
+
 @pytest.mark.guarantee("frames-zstd-arrive")
 def test_a_checksum_that_is_not_the_contents_is_damage() -> None:
     frames, stored, whole = framed(SIZES)
