@@ -133,8 +133,8 @@ def answers_target(_folder: Path, scheme: str, transport: str) -> Target:
         transport=transport,  # type: ignore[arg-type]
         storage_options=options,
         max_retries=0,
-        request_timeout=3,
-        read_timeout=1,
+        request_timeout=1,
+        read_timeout=0.2,
         retry_timeout=1,
         connect_deadline=1,
         hedge_requests=False,

@@ -22,13 +22,13 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,11 @@ ENVIRONMENT = {
 """With these, a process takes about the address space that it uses."""
 MAX_INPUT_BYTES = 1 << 20
 KEPT_INPUT_BYTES = 4096
-KEPT_BYTES = 12 << 10
+KEPT_SECONDS = 0.1
+KEPT_BYTES = 8 << 10
 """Compressed bytes of a target's committed corpus, about."""
+ENTRY_BYTES = 84
+"""Bytes that a .zip takes for an entry of it."""
 _PROGRESS = re.compile(rb"cov: (\d+) ft: \d+ corp: (\d+)")
 
 
@@ -84,13 +87,13 @@ def main() -> int:
     args = parser.parse_args()
     if not ENVIRONMENT.items() <= os.environ.items():  # some count from the start of a process
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT)
-    targets = load_targets(instrumented=not (args.list or args.replay))
+    targets = load_targets(instrumented=not (args.list or args.replay or args.keep))
     names = args.target or list(targets)
     if args.replay:
         return replay(names, targets)
     for name in names:
         if args.keep:
-            keep(name, targets, args.folder)
+            keep(name, targets, args.folder / name)
         elif not args.list:
             campaign(name, targets, args.folder / name, args.seconds)
     return print_table(names, args.folder)
@@ -210,12 +213,8 @@ def save_counts(folder: Path, counts: Counts) -> None:
 # --- one process ----------------------------------------------------------------------------------
 
 
-def fuzz_here(
-    name: str, targets: Targets, folder: Path, seconds: int, merged: Path | None = None
-) -> None:
-    """Fuzz a target in this process, which Atheris ends. merged: instead of that, a folder for the inputs
-    of the corpus that reach all code.
-    """
+def fuzz_here(name: str, targets: Targets, folder: Path, seconds: int) -> None:
+    """Fuzz a target in this process, which Atheris ends."""
     import atheris
 
     with tempfile.TemporaryDirectory(dir=fast_folder()) as scratch:
@@ -227,15 +226,12 @@ def fuzz_here(
             f"-timeout={INPUT_SECONDS}",
             "-rss_limit_mb=0",
             f"-artifact_prefix={folder}/findings/",
+            f"-max_total_time={seconds}",
+            "-print_final_stats=1",
+            "-len_control=20",
         ]
-        folders = [str(folder / "corpus")]
-        if merged is None:
-            flags += [f"-max_total_time={seconds}", "-print_final_stats=1", "-len_control=20"]
-        else:
-            flags.append("-merge=1")
-            folders.insert(0, str(merged))
         mutator = {"custom_mutator": mutate_json} if target.is_json else {}
-        atheris.Setup([sys.argv[0], *flags, *folders], test, **mutator)
+        atheris.Setup([sys.argv[0], *flags, str(folder / "corpus")], test, **mutator)
         atheris.Fuzz()
 
 
@@ -313,8 +309,10 @@ def fast_folder() -> str | None:
 
 
 def write_seeds(name: str, seeds: list[bytes], folder: Path) -> None:
-    for number, seed in enumerate([*seeds, *committed(name)]):
-        (folder / f"seed-{number}").write_bytes(seed)
+    for number, data in enumerate(seeds):
+        (folder / f"seed-{number}").write_bytes(data)
+    for number, data in enumerate(committed(name)):
+        (folder / f"kept-{number}").write_bytes(data)
 
 
 def mutate_json(data: bytes, max_size: int, seed: int) -> bytes:
@@ -376,23 +374,27 @@ def committed(name: str) -> Iterator[bytes]:
             yield from map(archive.read, archive.namelist())
 
 
-def keep(name: str, targets: Targets, folder: Path) -> None:
-    """Write the corpus to commit: what reaches all code, the shortest inputs first, and findings."""
-    home = folder / name
-    merged = home / "merged"
-    shutil.rmtree(merged, ignore_errors=True)
-    merged.mkdir(parents=True)
-    in_fork(partial(fuzz_here, name, targets, home, 0, merged), home / "log", 600)
-    chosen = [path.read_bytes() for path in inputs_of_findings(home)]
-    chosen += sorted(
-        (path.read_bytes() for path in merged.iterdir()), key=lambda data: (len(data), data)
-    )
+def keep(name: str, targets: Targets, home: Path) -> None:
+    """Write the corpus to commit: findings, and then what reached new code, the shortest inputs first.
+    Slow ones are left out: drivers pause after some answers.
+    """
+    new = [path for path in (home / "corpus").iterdir() if not path.name.startswith("seed")]
+    by_size = sorted((path.read_bytes() for path in new), key=lambda data: (len(data), data))
+    chosen = [path.read_bytes() for path in inputs_of_findings(home)] + by_size
     CORPUS.mkdir(parents=True, exist_ok=True)
-    path = CORPUS / f"{name}.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    kept_bytes = 0
+    with (
+        tempfile.TemporaryDirectory(dir=fast_folder()) as scratch,
+        zipfile.ZipFile(CORPUS / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        target = targets[name](Path(scratch))
         for number, data in enumerate(dict.fromkeys(chosen)):
-            if len(data) <= KEPT_INPUT_BYTES and archive.fp.tell() < KEPT_BYTES:  # type: ignore[union-attr]
-                archive.writestr(zipfile.ZipInfo(f"{number:03d}"), data)
+            kept_bytes += len(zlib.compress(data)) + ENTRY_BYTES
+            began = time.monotonic()
+            finding(target, data)
+            is_slow = time.monotonic() - began > KEPT_SECONDS
+            if not is_slow and len(data) <= KEPT_INPUT_BYTES and kept_bytes < KEPT_BYTES:
+                archive.writestr(zipfile.ZipInfo(f"{number:03d}"), data, zipfile.ZIP_DEFLATED)
 
 
 def replay(names: list[str], targets: Targets) -> int:
