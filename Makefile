@@ -44,6 +44,7 @@ types: $(STAMP)  ## mypy
 
 soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches (half an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
+	STREAMMEGA_CHECKED=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m "not soak" --timeout 900 tests/kernels tests/loading --ignore tests/kernels/test_warmup.py
 
 fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from where it was ended (FUZZ="--target idx --seconds 600")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'

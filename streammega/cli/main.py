@@ -20,6 +20,7 @@ from streammega.cli.plotting import plot
 from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
+from streammega.errors.bus_error import name_files_on_bus_error
 
 EXIT_OF_INTERRUPT = 130
 """128 plus the number of SIGINT, as shells have it."""
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(),
         format="%(levelname)s %(name)s: %(message)s",
     )
+    name_files_on_bus_error()
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, standalone_mode=True, obj=["streammega", *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
-from streammega.storage.store import address_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,6 @@ class Tokens:
         tokens = np.ascontiguousarray(self.tokens)
         sizes = self.document_tokens
         starts = offsets_of(sizes)
-        # Addresses go to a kernel, which looks no further.
         if int(starts[-1]) != len(tokens):
             raise ConvertError(
                 f"a batch of {len(tokens)} tokens has documents of {starts[-1]}; please report this"
@@ -82,8 +81,10 @@ class Tokens:
         taken_sizes = sizes[documents]
         taken_starts = offsets_of(taken_sizes)
         taken = np.empty(int(taken_starts[-1]), tokens.dtype)
-        addresses = address_of(tokens.view(np.uint8)) + starts[documents] * tokens.itemsize
-        gather(addresses, taken_sizes * tokens.itemsize, taken, taken_starts[:-1])
+        sources = np.zeros(len(documents), np.int64)
+        byte_starts = starts[documents] * tokens.itemsize
+        byte_sizes = taken_sizes * tokens.itemsize
+        gather([tokens.view(np.uint8)], sources, byte_starts, byte_sizes, taken, taken_starts[:-1])
         counts = self.documents[documents]
         sequences = concat_ranges(offsets_of(self.documents)[documents], counts)
         return Tokens(
@@ -182,16 +183,20 @@ def concat_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArr
 
 
 def gather(
-    addresses: NDArray[np.int64],
+    sources: Sequence[NDArray[np.uint8]],
+    numbers: NDArray[np.int64],
+    starts: NDArray[np.int64],
     sizes: NDArray[np.int64],
     out: NDArray[Any],
     targets: NDArray[np.int64],
 ) -> None:
-    """Copy stretches of memory to elements of `out`. sizes: in bytes."""
+    """Copy stretches of sources to elements of `out`. numbers: of their sources. starts, sizes: in
+    bytes.
+    """
     # imported here: the commands that only list inputs do without kernels
-    from streammega.kernels.plan import copy_bytes
+    from streammega.kernels.addresses import copy_stretches
 
-    copy_bytes(np.empty(0, np.uint8), addresses, sizes, address_of(out) + targets * out.itemsize)
+    copy_stretches(sources, numbers, starts, sizes, out, targets * out.itemsize)
 
 
 def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:

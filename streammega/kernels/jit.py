@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,17 @@ from numba.core import event
 
 log = logging.getLogger(__name__)
 
+IS_CHECKED = os.environ.get("STREAMMEGA_CHECKED") == "1"
+"""Whether every index of a kernel is compared with its array, by the environment: an IndexError in
+place of a crash or of wrong tokens. Kernels take several times as long then.
+"""
+if IS_CHECKED:
+    # A cache of their own, since entries do not tell how they were compiled. It is that of all
+    # functions of numba in this process.
+    _folder = Path(__file__).parent / "__pycache__"
+    if not os.access(_folder, os.W_OK):
+        _folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streammega"
+    numba.config.CACHE_DIR = str(_folder / "checked-kernels")  # type: ignore[attr-defined]
 KERNELS: list[Any] = []
 """All kernels of the modules that were imported."""
 
@@ -28,9 +40,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     it; test_kernels.py checks these comments.
     """
     try:
-        compiled = numba.njit(function, cache=True, nogil=True)
+        compiled = numba.njit(function, cache=True, nogil=True, boundscheck=IS_CHECKED)
     except RuntimeError:  # no folder for the cache
-        compiled = numba.njit(function, nogil=True)
+        compiled = numba.njit(function, nogil=True, boundscheck=IS_CHECKED)
     KERNELS.append(compiled)
     return compiled
 

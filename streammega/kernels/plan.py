@@ -12,8 +12,8 @@ int64 [rows] where nothing else is said:
     addresses, uses [slots]   where the bytes of a slot are in memory; rows it has still to serve
     dtype_of_file [files]     the number of each file's dtype
 
-Kernels do not check addresses: the caller ensures that the memory of rows is there, and aligned to
-a token.
+Kernels do not check addresses. `addresses.py` proves them before the call, and calls those that
+copy; rows are aligned to a token.
 """
 
 from __future__ import annotations
@@ -100,6 +100,60 @@ def gather_rows(
 
 
 @kernel
+def first_row_outside(
+    address_like,
+    splits,
+    slot,
+    offset,
+    size,
+    file,
+    start,
+    room,
+    zero,
+    itemsize,
+    num_tokens,
+    mapped_at,
+    chunk_bytes,
+):
+    """The first row of samples whose bytes are not where `gather_rows` would read them; -1 if all are,
+    and the number of rows if `splits` names others.
+
+    start: the token of its file that a row begins with. room [slots]: bytes of a slot's memory. zero:
+    the slot of rows in the page cache. itemsize, num_tokens, mapped_at [files]: as in the plan's
+    table. Rows without tokens are not read.
+    """
+    rows = len(slot)
+    if len(splits) < 1 or splits[0] < 0:
+        return rows
+    for i in range(len(splits) - 1):
+        if splits[i] > splits[i + 1] or splits[i + 1] > rows:
+            return rows
+    for r in range(splits[0], splits[-1]):
+        if size[r] == 0:
+            continue
+        f = file[r]
+        s = slot[r]
+        if f < 0 or f >= len(itemsize) or s < 0 or s >= len(room):
+            return r
+        # No product below passes the range of int64, for files do not.
+        if size[r] < 0 or start[r] < 0 or size[r] > num_tokens[f] - start[r]:
+            return r
+        num_bytes = size[r] * itemsize[f]
+        if s != zero:
+            if offset[r] < 0 or offset[r] > room[s] - num_bytes:
+                return r
+            continue
+        first_byte = start[r] * itemsize[f]
+        chunk = first_byte // chunk_bytes
+        if mapped_at[f] == 0 or (first_byte + num_bytes - 1) // chunk_bytes != chunk:
+            return r
+        mapped = carray(pointer_to(mapped_at[f], address_like), (chunk + 1,))
+        if mapped[chunk] == 0 or offset[r] != mapped[chunk] + first_byte - chunk * chunk_bytes:
+            return r
+    return -1
+
+
+@kernel
 def copy_bytes(like, source, size, target) -> None:
     """Copy size[i] bytes from address source[i] to address target[i], for each i.
 
@@ -117,13 +171,15 @@ def count_down(uses, slot, size, freed):
     """Take one use off the slot of each row that has a size; slots without any left go to `freed`;
     returns how many.
 
-    `freed` must have room for every slot that may be freed; this is not checked.
+    Returns -1 if `freed` has no room for another one.
     """
     count = 0
     for r in range(len(slot)):
         if size[r] > 0:
             uses[slot[r]] -= 1
             if uses[slot[r]] == 0:
+                if count == len(freed):
+                    return -1
                 freed[count] = slot[r]
                 count += 1
     return count
@@ -138,6 +194,7 @@ def cached_rows(
     file,
     start,
     stop,
+    file_bytes,
     page_bytes,
     chunk_bytes,
     zero,
@@ -150,12 +207,14 @@ def cached_rows(
     verified_at, mapped_at [files]: addresses of an object's page states (uint8, one a page, 0: not
     there) and of its chunks' addresses (int64, one a chunk), or 0. A row needs all of its pages, in
     one chunk: chunks are not end to end in memory. bytes_like, address_like: empty uint8 and
-    int64 arrays. Returns the bytes served so.
+    int64 arrays. file_bytes [files]: a row beyond them is not served. Returns the bytes served so.
     """
     served = 0
     for r in range(len(file)):
         number = file[r]
         if slot[r] >= 0 or verified_at[number] == 0 or stop[r] <= start[r]:
+            continue
+        if start[r] < 0 or stop[r] > file_bytes[number]:
             continue
         chunk = start[r] // chunk_bytes
         first_page = start[r] // page_bytes

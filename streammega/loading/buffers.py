@@ -12,6 +12,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ import torch.utils.data
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streammega.kernels.addresses import address_of
 from streammega.kernels.plan import count_down
 from streammega.samples.derived_fields import Allocate, new_memory
 from streammega.storage.fetch.buffer_pool import new_buffer, rounded
 from streammega.storage.fetch.requests import FetchGroup
-from streammega.storage.store import address_of
 
 Integers = NDArray[np.int64]
 
@@ -52,9 +53,10 @@ class BufferTable:
         | free     | `cancel`        | its planned rows were gathered, and no others will follow   |
         | free     | `return_unused` | the planner does not need the slot that it acquired         |
 
-    uses: int64 [slots], the rows that each slot has still to serve. addresses: int64 [slots], the
-    memory address of its bytes. Both are replaced by longer arrays when slots run out, so do not keep
-    references to them. Only the thread that plans and gathers uses the table, so there is no lock.
+    uses: int64 [slots], the rows that each slot has still to serve. addresses, room: int64 [slots], the
+    memory address of its bytes, and how many they are: 0 unless they are there. All are replaced by
+    longer arrays when slots run out, so do not keep references to them. Only the thread that plans
+    and gathers uses the table, so there is no lock.
     """
 
     def __init__(self, files: int) -> None:
@@ -63,12 +65,16 @@ class BufferTable:
         never_freed = files + 1
         self.uses: Integers = np.full(never_freed, ENDLESS, np.int64)
         self.addresses: Integers = np.zeros(never_freed, np.int64)
+        self.room: Integers = np.zeros(never_freed, np.int64)
         self._attached: dict[int, FetchGroup] = {}  # by slot
         self._free: list[int] = []
 
-    def map_files(self, addresses: list[int]) -> None:
-        """Set the address of each file, by number of the file; 0 if the file is not mapped."""
-        self.addresses[: len(addresses)] = addresses
+    def map_files(self, contents: Sequence[NDArray[np.uint8] | None]) -> None:
+        """Set the memory of each file, by number of the file; None if the file is not mapped."""
+        for number, content in enumerate(contents):
+            if content is not None:
+                self.addresses[number] = address_of(content)
+                self.room[number] = len(content)
 
     def acquire(self, count: int) -> Integers:
         """Take `count` free slots, int64 [count]."""
@@ -86,6 +92,7 @@ class BufferTable:
         unused = np.zeros(more, np.int64)
         self.uses = np.concatenate([self.uses, unused])
         self.addresses = np.concatenate([self.addresses, unused])
+        self.room = np.concatenate([self.room, unused])
         # the lowest last, so that it is acquired first
         self._free += range(first + more - 1, first - 1, -1)
 
@@ -105,11 +112,13 @@ class BufferTable:
         """Set the address of a buffer whose bytes are in memory."""
         assert buffer.buffer is not None
         self.addresses[buffer.slot] = address_of(buffer.buffer)
+        self.room[buffer.slot] = len(buffer.buffer)
 
     def release_rows(self, slot_of_row: Integers, tokens_of_row: Integers) -> list[FetchGroup]:
         """Count these rows as gathered. Free the slots that have no rows left; return their buffers."""
         freed = np.empty(len(self._attached), np.int64)
         count = count_down(self.uses, slot_of_row, tokens_of_row, freed)
+        assert count >= 0, "more slots are free than had buffers"
         return self._release(freed[:count].tolist())
 
     def cancel(self, slots: Integers, rows: Integers) -> list[FetchGroup]:
@@ -121,11 +130,16 @@ class BufferTable:
 
     def _release(self, slots: list[int]) -> list[FetchGroup]:
         self._free += slots
+        self.room[slots] = 0
         return [self._attached.pop(slot) for slot in slots]
 
     def clear(self) -> None:
         """Drop all buffers, because reading has ended."""
         self._attached.clear()
+
+    def unmap(self) -> None:
+        """Note that no memory is there any more: rows that are gathered after this are refused."""
+        self.room[:] = 0
 
 
 # Batches

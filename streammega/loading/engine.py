@@ -27,7 +27,7 @@ from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import ALL_COLUMNS, GatherGroup, KeptColumns
-from streammega.loading.read_plan import local_addresses, plan_reading
+from streammega.loading.read_plan import map_local_files, plan_reading
 from streammega.loading.staging import Stager
 from streammega.loading.stats import Stats
 from streammega.samples.derived_fields import Batch
@@ -96,8 +96,8 @@ class Engine:
         self.stats.attach(self._fetcher, plan.files)
         self._stager: Stager | None = None
         # keeps the files mapped as long as kernels may follow their addresses
-        self._mapped = local_addresses(plan.files, plan.table.local)
-        plan.planner.table.map_files([address for address, _ in self._mapped])
+        self._mapped = map_local_files(plan.files, plan.table.local)
+        plan.planner.table.map_files(self._mapped)
         self._lookahead = Lookahead(steps, plan, positions, fetcher=self._fetcher, stats=self.stats)
         # Batches that are handed out may be pinned. Ids from which fields are made stay here.
         handed_out = batch_memory(memory.ready_bytes, pinned)
@@ -199,6 +199,7 @@ class Engine:
         """Unmap local files. No kernel may follow their addresses after this."""
         if self._thread is threading.current_thread():
             return  # the garbage collector called this: a kernel may still run on this stack
+        self._plan.planner.table.unmap()
         self._mapped = []
         for file in self._plan.files:
             file.store.unmap()

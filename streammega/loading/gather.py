@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streammega.kernels.addresses import check_rows
 from streammega.kernels.fields import fill_tails
 from streammega.kernels.plan import gather_rows
 from streammega.loading.micro_steps import MicroSteps
@@ -135,9 +136,19 @@ class Gatherer:
         """
         window = group.window
         plan = self._plan
+        table = plan.planner.table
+        files = plan.table
+        check_rows(
+            group.row_splits,
+            (window.slot, window.offset, window.size, window.file, window.start),
+            (table.room, table.zero),
+            (files.itemsize, files.num_tokens, files.mapped_at),
+            files.chunk_bytes,
+            f"samples {window.sample_ids[group.first]:,} and later",
+        )
         for dtype, number in plan.dtype_numbers.items():
             fit = gather_rows(
-                np.empty(0, dtype), number, plan.dtype_of_file, plan.planner.table.addresses,
+                np.empty(0, dtype), number, plan.dtype_of_file, table.addresses,
                 window.slot, window.offset, window.size, window.file, window.column,
                 group.row_splits, ids.numpy(), valid.numpy(),
             )  # fmt: skip

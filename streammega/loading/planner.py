@@ -411,7 +411,7 @@ class Planner:
             return 0
         served: int = cached_rows(
             _LIKE_BYTES, _LIKE_ADDRESSES, files.verified_at, files.mapped_at,
-            rows.file, rows.start, rows.stop, files.page_bytes, files.chunk_bytes,
+            rows.file, rows.start, rows.stop, files.num_tokens * files.itemsize, files.page_bytes, files.chunk_bytes,
             self.table.zero, rows.slot, rows.offset,
         )  # fmt: skip
         return served

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS
+from streammega.kernels.addresses import address_of
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner
@@ -25,7 +26,6 @@ from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.etags import warn_unversioned
 from streammega.storage.fetch.flow_control import NEAR_BYTES
-from streammega.storage.store import address_of
 
 log = logging.getLogger(__name__)
 
@@ -305,13 +305,15 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     return replace(file, store=CachedStore(file.store, cached)) if cached else file
 
 
-def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
-    """(address, array that keeps the mapping alive) of each local file; (0, None) for the others.
+def map_local_files(
+    files: list[TokenFile], local: NDArray[np.bool_]
+) -> list[NDArray[np.uint8] | None]:
+    """The bytes of each local file, which keep it mapped; None for the others.
 
-    Kernels do not check addresses. So this raises ObjectChangedError if a file is not the one that
+    Kernels read as many as the file has tokens. So this raises ObjectChangedError if a file is not the one that
     was opened, and ShortReadError if the file is too short for its tokens.
     """
-    mapped: list[tuple[int, Any]] = []
+    mapped: list[NDArray[np.uint8] | None] = []
     for file, is_mapped in zip(files, local.tolist(), strict=True):
         content = None
         if is_mapped:
@@ -319,5 +321,5 @@ def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tu
             if len(view) or file.num_tokens:  # an empty file cannot be mapped
                 content = np.frombuffer(view, np.uint8)
                 file.check_bytes(len(content))
-        mapped.append((0, None) if content is None else (address_of(content), content))
+        mapped.append(content)
     return mapped

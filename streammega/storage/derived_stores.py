@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors.redaction import redact_urls
-from streammega.kernels.plan import copy_bytes
+from streammega.kernels.addresses import check_room, copy_stretches
 from streammega.storage.backends.local import FileRange
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.http_errors import truncated
@@ -25,12 +25,9 @@ from streammega.storage.store import (
     Span,
     Store,
     WrapperStore,
-    address_of,
-    check_room,
 )
 
 Integers = NDArray[np.int64]
-_NOTHING = np.empty(0, np.uint8)
 
 
 class View(Protocol):
@@ -184,9 +181,10 @@ class Members:
         # Of each member, the shown bytes [low, high) are wanted.
         low = np.maximum(shown_begins, start)
         high = np.minimum(self._shown[first + 1 : last + 1], stop)
-        source = self._stored[first:last] + (low - shown_begins) - begin
+        source = np.asarray(self._stored[first:last] + (low - shown_begins) - begin, np.int64)
         target = low - start
-        copy_bytes(_NOTHING, address_of(stored) + source, high - low, address_of(out) + target)
+        number = np.zeros(last - first, np.int64)
+        copy_stretches([stored], number, source, high - low, out, target)
 
 
 class ConcatStore(Store):

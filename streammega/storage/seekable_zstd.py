@@ -25,6 +25,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from streammega.errors import FormatError
+from streammega.kernels.addresses import address_of, check_room
 from streammega.kernels.plan import ZSTD_SYMBOL, decompress_frames
 from streammega.storage.store import (
     Bytes,
@@ -32,9 +33,7 @@ from streammega.storage.store import (
     ObjectWriter,
     Span,
     Store,
-    address_of,
     as_bytes,
-    check_room,
 )
 
 Integers = NDArray[np.int64]
@@ -238,7 +237,12 @@ class Frames:
         self.size = int(decompressed[-1])
         self._compressed = np.ascontiguousarray(compressed, np.int64)
         self._decompressed = np.ascontiguousarray(decompressed, np.int64)
-        self._largest_frame = int(np.diff(self._decompressed).max(initial=0))
+        shown = np.diff(self._decompressed)
+        self._largest_frame = int(shown.max(initial=0))
+        is_rising = min(shown.min(initial=0), np.diff(self._compressed).min(initial=0)) >= 0
+        # The kernel goes from frame to frame by these numbers alone.
+        if not is_rising or len(self._compressed) != len(self._decompressed):
+            raise FormatError(f"{url}: its frames are not one after the other")
 
     def stored_range(self, start: int, stop: int) -> Span:
         """Whole frames."""

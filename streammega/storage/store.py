@@ -18,14 +18,12 @@ from streammega.errors import (
     StorageError,
     UnsupportedOperation,
 )
-from streammega.kernels.plan import copy_bytes
+from streammega.kernels.addresses import copy_arrays
 from streammega.storage.etags import is_etag
 from streammega.storage.http_errors import short_read
 from streammega.storage.thread_pool import parallel_map
 
 Buffer = memoryview
-_NOTHING = np.empty(0, np.uint8)
-"""`copy_bytes` can also copy from one array. Here all sources are addresses."""
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 """Bytes [start, stop) of an object."""
@@ -354,32 +352,7 @@ def copy_into(
     sources = []
     for span, body in zip(spans, bodies, strict=True):
         sources.append(np.frombuffer(check_length(url, span, body), np.uint8))
-    places = list(outs)
-    for (start, stop), place in zip(spans, places, strict=True):
-        check_room(place, stop - start)
-    sizes = np.array([len(source) for source in sources], np.int64)
-    copy_bytes(_NOTHING, _addresses(sources), sizes, _addresses(places))
-
-
-def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
-    return np.array([address_of(array) for array in arrays], np.int64)
-
-
-def check_room(out: Bytes, size: int) -> None:
-    """Raise ValueError if `out` is not an array for `size` bytes.
-
-    Kernels write to its address and do not check its size.
-    """
-    if out.nbytes != size or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(
-            f"{size} bytes are to be written to an array of {out.nbytes} bytes, which must be "
-            f"contiguous and writeable"
-        )
-
-
-def address_of(array: Bytes) -> int:
-    """The memory address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
+    copy_arrays(sources, list(outs))
 
 
 def listed_etag(etag: str | None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from streammega.errors import StorageError, StreammegaError
+from streammega.errors.bus_error import name_files_on_bus_error
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
@@ -136,6 +137,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
         usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
         print(f"usage: {usage}\n\n{__doc__}")
         return 0 if arguments else 2
+    name_files_on_bus_error()
     try:
         run(arguments[0], arguments[1:])
     except (StreammegaError, RankError) as error:

@@ -295,9 +295,9 @@ def test_a_window_is_let_go_of_before_the_next_one_is_read(
         read.extend(weakref.ref(tokens) for tokens in held.tokens)
         return held
 
-    def gathering(addresses: Any, sizes: Any, out: Any, targets: Any) -> None:
-        filled.append(weakref.ref(out))
-        gather(addresses, sizes, out, targets)
+    def gathering(*arguments: Any) -> None:
+        filled.append(weakref.ref(arguments[-2]))
+        gather(*arguments)
 
     def writing(*arguments: Any, starts: Any = None) -> None:
         assert starts is None or not any(array() is not None for array in read)

@@ -15,8 +15,8 @@ from streammega.convert.work_dir import WorkDir
 from streammega.dataset import local_cache
 from streammega.storage.backends.local import LocalStore
 from tests.support.crash_disk import Recorder, state_after
-from tests.support.crash_runs import SCHEME, Bucket, Case, Crashes, Scene, thinned
-from tests.support.crash_scenes import SCENES, BucketWork, Conversion, Overwrite
+from tests.support.crash_runs import SCHEME, Bucket, Case, Crashes, Scene, quiet, thinned
+from tests.support.crash_scenes import SCENES, BucketWork, Conversion, NodeCaches, Overwrite
 
 
 @pytest.mark.guarantee("crash-any-operation")
@@ -48,6 +48,30 @@ def test_what_was_put_has_its_name_after_a_power_failure(tmp_path: Path, if_abse
     with recorder.recording():
         LocalStore().put(str(tmp_path / "a.json"), b"all of it", if_absent=if_absent)
     assert state_after(recorder, len(recorder.changes), "lost")["a.json"][0] == b"all of it"
+
+
+@pytest.mark.guarantee("file-shortened-map")
+def test_caches_never_shorten_a_file_that_may_be_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = NodeCaches(tmp_path, monkeypatch)
+    scene.prepare()
+    recorder = Recorder(scene.disk)
+    with quiet(), recorder.recording():
+        scene.run()
+        for number, path in enumerate(sorted((scene.disk / "cache").rglob("*.*"))):
+            if path.suffix in (".npy", ".idx", ".data"):
+                data = path.read_bytes()
+                # Of other files than what may be mapped, which keeps its bytes.
+                path.unlink()
+                damaged = (
+                    data[: len(data) // 2]
+                    + bytes([data[len(data) // 2] ^ 1])
+                    + data[len(data) // 2 + 1 :]
+                )
+                path.write_bytes(damaged if number % 2 else data[:-100])
+        scene.run()
+    assert [str(change) for change in recorder.changes if change.name == "truncate"] == []
 
 
 def test_a_work_folder_of_a_bucket_loses_its_records_before_what_they_speak_of(

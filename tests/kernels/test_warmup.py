@@ -25,6 +25,17 @@ id_range(np.arange(3, dtype=np.uint16))
 id_range(np.arange(3, dtype=np.int32))
 print(json.dumps([id_range.stats.cache_path, sum(id_range.stats.cache_misses.values())]))
 """
+OUTSIDE = """
+import json
+import numpy as np
+from streammega.kernels.plan import count_down
+one = np.zeros(1, np.int64)
+try:
+    said = count_down(one, one + 5, one + 1, one)
+except IndexError as error:
+    said = str(error)
+print(json.dumps([said, count_down.stats.cache_path]))
+"""
 READ_ONLY = """
 from numba.core import caching
 def refuse(self): raise OSError("read-only")
@@ -110,3 +121,10 @@ def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
     words = [*datasets, texts, str(tmp_path / "out"), json.dumps(moto.options)]
     misses, _ = run(FIRST_BATCHES, *words, **environment)
     assert not any(misses.values()), misses
+
+
+@pytest.mark.guarantee("addresses-inside-memory")
+def test_checked_kernels_refuse_an_index_outside_and_have_a_cache_of_their_own() -> None:
+    (said, folder), _ = run(OUTSIDE, STREAMMEGA_CHECKED="1")
+    assert "out of bounds" in said
+    assert "checked-kernels" in folder

@@ -20,7 +20,7 @@ from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.derived_stores import file_ranges
-from streammega.storage.store import Bytes, address_of
+from streammega.storage.store import Bytes
 
 CHUNK_BYTES = 32 << 20
 """Read of a remote object, and gathered, at a time."""
@@ -130,7 +130,8 @@ def copy_shuffled(
             sizes = held.sizes[low:high]
             bounds = offsets_of(sizes)
             gathered = np.empty(int(bounds[-1]), np.uint8)
-            gather(held.addresses[low:high], sizes, gathered, bounds[:-1])
+            numbers = held.part[low:high]
+            gather(held.tokens, numbers, held.start[low:high], sizes, gathered, bounds[:-1])
             num_sequences = held.num_sequences[low:high]
             sequences = concat_ranges(held.first_sequences[low:high], num_sequences)
             modes = None if held.modes is None else held.modes[sequences]
@@ -154,12 +155,14 @@ def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedDocuments:
-    """Documents of many parts, in memory. addresses, sizes, first_sequences, num_sequences: of each
-    document; lengths, modes: of each sequence. tokens: keeps alive what addresses point to.
+    """Documents of many parts, in memory. tokens: of each part. part, start, sizes, first_sequences,
+    num_sequences: of each document, which begins at a byte of its part; lengths, modes: of each
+    sequence.
     """
 
     tokens: list[Bytes]
-    addresses: Integers
+    part: Integers
+    start: Integers
     sizes: Integers
     first_sequences: Integers
     num_sequences: Integers
@@ -176,11 +179,12 @@ def load_documents(
     between: a segment's documents are sorted by their keys, as are those of a bucket.
     """
     num_documents = len(portion[1])
-    addresses = np.empty(num_documents, np.int64)
+    part_of_document = np.empty(num_documents, np.int64)
+    starts = np.empty(num_documents, np.int64)
     sizes = np.empty(num_documents, np.int64)
     first_sequences = np.empty(num_documents, np.int64)
     num_sequences = np.empty(num_documents, np.int64)
-    tokens = []
+    tokens: list[Bytes] = []
     lengths = []
     modes = []
     sequences_before = 0
@@ -191,7 +195,6 @@ def load_documents(
         lengths_of_part = np.asarray(indexed.sequence_lengths[start:stop])
         byte_bounds = offsets_of(lengths_of_part) * dtype.itemsize
         stored = _read_sequences(indexed, start, lengths_of_part, dtype)
-        # Addresses go to a kernel, which looks no further.
         if len(stored) != int(byte_bounds[-1]):
             raise ConvertError(
                 f"{indexed.prefix}: {len(stored)} bytes were read of {int(byte_bounds[-1])}; "
@@ -199,7 +202,8 @@ def load_documents(
             )
         first = indexed.document_indices[numbers] - start
         last = indexed.document_indices[numbers + 1] - start
-        addresses[rows] = address_of(stored) + byte_bounds[first]
+        part_of_document[rows] = len(tokens)
+        starts[rows] = byte_bounds[first]
         sizes[rows] = byte_bounds[last] - byte_bounds[first]
         first_sequences[rows] = sequences_before + first
         num_sequences[rows] = last - first
@@ -210,7 +214,8 @@ def load_documents(
             modes.append(np.asarray(indexed.sequence_modes[start:stop]))
     return LoadedDocuments(
         tokens=tokens,
-        addresses=addresses,
+        part=part_of_document,
+        start=starts,
         sizes=sizes,
         first_sequences=first_sequences,
         num_sequences=num_sequences,

@@ -197,8 +197,10 @@ def write_packed(
         packed, of_window = pack(sizes, options)
         counts.add(of_window)
         bins = np.full(packed.num_bins * capacity, pad_id, writer.dtype)
-        addresses = held.addresses[packed.document] + packed.start * writer.dtype.itemsize
-        gather(addresses, packed.size * writer.dtype.itemsize, bins, packed.target)
+        itemsize = writer.dtype.itemsize
+        starts = held.start[packed.document] + packed.start * itemsize
+        parts_of_pieces = held.part[packed.document]
+        gather(held.tokens, parts_of_pieces, starts, packed.size * itemsize, bins, packed.target)
         # A window is large, whatever memory a conversion may take: it is there twice while bins are
         # filled, once while they are written, and not at all when the next one is read.
         held.tokens.clear()

@@ -28,6 +28,7 @@ from streammega.errors import (
     StorageError,
     UnsupportedOperation,
 )
+from streammega.kernels.addresses import check_room
 from streammega.storage.atomic_file import AtomicFile, sync_folder
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
@@ -42,7 +43,6 @@ from streammega.storage.store import (
     Span,
     Store,
     check_length,
-    check_room,
 )
 
 WRITE_BACK_BYTES = 8 << 20

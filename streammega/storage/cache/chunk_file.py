@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from streammega.kernels.addresses import address_of
 from streammega.storage.backends.local import map_file
-from streammega.storage.store import Bytes, address_of
+from streammega.storage.store import Bytes
 
 PAGE_BYTES = 128 << 10
 """Pages are small, so that a block of the stream order fetches little more than itself."""

@@ -1,0 +1,66 @@
+"""The name of the file, where SIGBUS ends a process: a mapped file was shortened, or its disk failed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any, ClassVar
+
+
+class _SignalAction(ctypes.Structure):
+    """`struct sigaction` of Linux's C libraries."""
+
+    _fields_: ClassVar[Any] = [
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    ]
+
+
+_libc = ctypes.CDLL(None)
+_SA_SIGINFO = 4
+_ADDRESS_IN_SIGINFO = 16
+"""Where `siginfo_t` has the address whose access failed, on 64-bit Linux."""
+_action_before = _SignalAction()
+_installed: list[Any] = []
+"""The function that is called on SIGBUS, once it is installed."""
+
+
+def name_files_on_bus_error() -> None:
+    """From now on, write the name of a mapped file to stderr before SIGBUS ends this process.
+
+    That happens when a mapped file is shortened in place, or its disk fails. What handled the signal
+    before, `faulthandler` for instance, handles it next. Our commands and the example trainer call
+    this; other programs may, since their signals are theirs.
+    """
+    if _installed or not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    _installed.append(kind(_on_bus_error))
+    handler = ctypes.cast(_installed[0], ctypes.c_void_p)
+    action = _SignalAction(handler=handler, flags=_SA_SIGINFO)
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_action_before))
+
+
+def _on_bus_error(_number: int, info: int, _context: int) -> None:
+    """Python in a signal handler is sound here: the signal comes from a read of mapped bytes, so the
+    thread is not within the allocator or the interpreter's own structures.
+    """
+    try:
+        address = ctypes.c_size_t.from_address(info + _ADDRESS_IN_SIGINFO).value
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                span, _mode, _offset, _device, _inode, *path = line.split(maxsplit=5)
+                low, _, high = span.partition("-")
+                if path and int(low, 16) <= address < int(high, 16):
+                    text = (
+                        f"streammega: {path[0].strip()}: was shortened while it is mapped, or its disk "
+                        f"failed; write a new file and rename it, or set local_io = 'pread'\n"
+                    )
+                    os.write(2, text.encode())
+    finally:
+        # The read is repeated when this returns, and ends the process as it would have.
+        _libc.sigaction(signal.SIGBUS, ctypes.byref(_action_before), None)
