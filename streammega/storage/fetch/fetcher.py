@@ -400,6 +400,7 @@ class Fetcher:
                 counters.hedges += 1
                 request.copies += 1
                 self._queue.push_hedge(request, counters.hedges)
+                self.flow.straggled(request.size_class)
                 self._wake()
 
 
