@@ -17,7 +17,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the server and the ranks are stopped", file=sys.stderr)
         return 130
+    finally:
+        # A signal may come before `train` has the process that it starts.
+        kill(psutil.Process().children(recursive=True))
     print(
         f"\n{'The demo passed' if passed else 'THE DEMO FAILED'} in {time.monotonic() - began:.0f} s; everything is in {work}/"
     )
@@ -351,18 +355,18 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     own).
     """
     try:
-        family = [
-            *psutil.Process(process.pid).children(recursive=True),
-            psutil.Process(process.pid),
-        ]
+        root = psutil.Process(process.pid)
+        kill([*root.children(recursive=True), root])
     except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            pass
+        pass
     process.wait()
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL to those that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def prove(work: Path, config: RunConfig, entropy: float) -> bool:

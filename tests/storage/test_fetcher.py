@@ -27,6 +27,7 @@ from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import (
     BATCH_REQUESTS,
     HEDGE_SHARE,
+    MAX_COPIES,
     NEAR_BATCH_REQUESTS,
 )
 from streammega.storage.fetch.requests import (
@@ -308,12 +309,12 @@ def test_memory_counts_from_admission_and_is_allocated_when_the_answer_arrives()
         assert made.pool.peak == 4 * size
 
 
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_requests_ended(
-    first_ends_first: bool,
+@pytest.mark.parametrize("winner", [0, 1, 2])
+def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_requests_ended(
+    winner: int,
 ) -> None:
-    """Both requests of one read are held until the test says."""
-    gates = [threading.Event(), threading.Event()]
+    """All requests of one read are held until the test says."""
+    gates = [threading.Event() for _ in range(MAX_COPIES)]
     asked: list[threading.Event] = []
 
     def act(start: int) -> None:
@@ -336,16 +337,16 @@ def test_a_straggler_is_asked_for_twice_and_its_memory_counts_until_both_request
         made.submit([slow])
         waiter = threading.Thread(target=made.wait, args=([slow],), daemon=True)
         waiter.start()
-        wait_until(lambda: len(asked) == 2)
-        winner, loser = (0, 1) if first_ends_first else (1, 0)
+        wait_until(lambda: len(asked) == MAX_COPIES)
         gates[winner].set()
         waiter.join(20)
-        assert (made.counters.hedges, made.counters.hedges_won) == (1, winner)
+        assert (made.counters.hedges, made.counters.hedges_won) == (2, winner > 0)
         assert slow.buffer is not None
         assert (slow.buffer[:size] == 1).all()
         made.release([slow])
-        assert made.pool.in_use == rounded(size), "the other request still writes to its memory"
-        gates[loser].set()
+        assert made.pool.in_use == rounded(size), "other requests still write to its memory"
+        for gate in gates:
+            gate.set()
         wait_until(lambda: made.pool.in_use == 0)
         assert slow.buffer is None
     finally:

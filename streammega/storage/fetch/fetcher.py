@@ -20,7 +20,7 @@ from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
-from streammega.storage.fetch.flow_control import FlowControl, can_hedge
+from streammega.storage.fetch.flow_control import MAX_COPIES, FlowControl, can_hedge
 from streammega.storage.fetch.requests import (
     Counters,
     FetchGroup,
@@ -238,7 +238,7 @@ class Fetcher:
     def _can_start_batch(self, first: RangeRequest, now: float) -> bool:
         """Whether a batch may be sent now, if the requests behind `first` are like it."""
         count = 1
-        # A second copy, and what failed before, goes alone.
+        # A further copy, and what failed before, goes alone.
         if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
             count = self.flow.full_batch(first.size, self._queue.waiting)
         return self.flow.can_send(first.size, now, count)
@@ -257,7 +257,7 @@ class Fetcher:
 
     def _start(self, request: RangeRequest, now: float) -> None:
         """A copy of a request is about to be sent."""
-        # A second copy was counted when it was queued.
+        # A further copy was counted when it was queued.
         if request.copies == 0:
             request.copies = 1
             request.sent_at = now
@@ -280,13 +280,13 @@ class Fetcher:
         self._idle -= 1
         self._wake()
         # A request that was just taken from the queue has another copy only if that is in flight.
-        second_copies = {id(request) for request in batch if request.copies > 1}
+        further_copies = {id(request) for request in batch if request.copies > 1}
         error: BaseException | None = None
         self._lock.release()
         # Measured without the wait for the lock: that is no latency of the storage.
         began = time.monotonic()
         try:
-            send(batch, past_cache=bool(second_copies))
+            send(batch, past_cache=bool(further_copies))
         except BaseException as caught:  # raised by `wait`, not in this thread
             error = caught
         finally:
@@ -307,7 +307,7 @@ class Fetcher:
             request.group.busy -= 1
             self._end_copy(request)
             if error is None:
-                self._succeeded(request, is_second=id(request) in second_copies)
+                self._succeeded(request, is_second=id(request) in further_copies)
             elif not request.done and not request.group.released:
                 self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
             if request.group.released:
@@ -384,7 +384,7 @@ class Fetcher:
         group.buffer = None
 
     def _hedge(self) -> None:
-        """Send a second copy of requests that take longer than nearly all of their size did."""
+        """Send another copy of requests that take longer than nearly all of their size did."""
         counters = self.counters
         self._hedged_at = counters.requests
         if not self.config.hedge_requests or self.flow.pace.interval:
@@ -393,8 +393,8 @@ class Fetcher:
         straggler_seconds = self.flow.latencies.straggler_seconds()
         for request in list(self._in_flight.values()):
             limit = straggler_seconds.get(request.size_class, math.inf)
-            is_alone = request.copies == 1 and not request.done
-            if is_alone and now - request.sent_at > limit:
+            may_repeat = request.copies < MAX_COPIES and not request.done
+            if may_repeat and now - request.sent_at > limit * request.copies:
                 if not can_hedge(counters.hedges, counters.requests):
                     return
                 counters.hedges += 1

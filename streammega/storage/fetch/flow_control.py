@@ -62,6 +62,8 @@ SHARES = 4
 
 HEDGE_SHARE = 0.05
 """At most this share of requests is sent twice: where all are slow, more load makes them slower."""
+MAX_COPIES = 3
+"""Copies of a request in flight. Of two copies both are slow more often than a long run likes."""
 FIRST_HEDGES = 4
 """Requests that may be sent twice whatever the share."""
 HEDGE_AFTER = 32

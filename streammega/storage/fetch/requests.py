@@ -24,15 +24,15 @@ class RangeRequest:
     |           |          |        |                                  | not wanted any more           |
     | in flight | 1        | no     | `Fetcher._in_flight`             | done; hedged; after an error  |
     |           |          |        |                                  | queued, paused or failed      |
-    | hedged    | 2        | no     | `Fetcher._in_flight`; the second | done by the copy that is first|
-    |           |          |        | copy in the queue until it is    | answered; in flight when one  |
-    |           |          |        | sent                             | copy fails                    |
+    | hedged    | 2 or 3   | no     | `Fetcher._in_flight`; a further  | done by the copy that is first|
+    |           |          |        | copy in the queue until it is    | answered; in flight when the  |
+    |           |          |        | sent                             | others have failed            |
     | paused    | 0        | no     | the queue's pauses               | queued                        |
     | failed    | 0        | no     | nowhere; its group has the error |                               |
-    | done      | 0 or 1   | yes    | `_in_flight`, if a copy is there |                               |
+    | done      | 0 to 2   | yes    | `_in_flight`, if a copy is there |                               |
 
-    A second copy counts from when it is queued, the first one from when it is sent: there are never
-    more than two.
+    A further copy counts from when it is queued, the first one from when it is sent: there are never
+    more than `MAX_COPIES` (flow_control.py).
     """
 
     store: Store
@@ -136,9 +136,9 @@ class RequestQueue:
         heapq.heappush(self._waiting, (request.serial, request))
 
     def push_hedge(self, request: RangeRequest, hedge: int) -> None:
-        """Queue the second copy of a request before all others; of several, the latest goes first.
+        """Queue a further copy of a request before all others; of several, the latest goes first.
 
-        `hedge`: its number among the second copies.
+        `hedge`: its number among the further copies.
         """
         heapq.heappush(self._waiting, (-hedge, request))
 
@@ -175,16 +175,16 @@ class Counters:
     """Counts since the fetcher was made."""
 
     requests: int = 0
-    """Sent, second copies too."""
+    """Sent, further copies too."""
     fetched_bytes: int = 0
     """Bytes of answers, without those of cached stores, which count their own."""
     duplicate_bytes: int = 0
     """Bytes of requests whose other copy was answered first."""
     retries: int = 0
     hedges: int = 0
-    """Second copies that were queued."""
+    """Further copies that were queued."""
     hedges_won: int = 0
-    """Second copies that were answered first."""
+    """Further copies that were answered first."""
     throttled: int = 0
     """Requests that were refused (429, 503)."""
     errors: int = 0
