@@ -31,6 +31,7 @@ class AnswerServer:
     def __init__(self) -> None:
         self.answers = [b""]
         self.requests = 0
+        self.max_answers = MAX_ANSWERS
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
@@ -54,7 +55,7 @@ class AnswerServer:
             head += data
         number = self.requests
         self.requests += 1
-        if number < MAX_ANSWERS:
+        if number < self.max_answers:
             connection.sendall(self.answers[min(number, len(self.answers) - 1)])
         connection.shutdown(socket.SHUT_WR)
         connection.recv(65536)
