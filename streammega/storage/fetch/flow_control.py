@@ -47,7 +47,7 @@ answers of all.
 """
 ALONE_AFTER_STRAGGLER = 512
 """Answers after a straggler of far storage until requests go out together again. A batch waits for its
-slowest answer: of eight requests, of which one in a hundred is slow, 8 % of batches are.
+slowest answer: where one request in a hundred is slow, 8 % of batches of eight are.
 """
 NEAR = 0.004
 """Seconds. Storage is near if its quickest answers take less."""
