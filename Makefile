@@ -42,7 +42,7 @@ lint: $(STAMP)  ## ruff, and no new small modules or Protocols of one class
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches (half an hour)
+soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, kernels that check every index (three quarters of an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
 	STREAMMEGA_CHECKED=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m "not soak" --timeout 900 tests/kernels tests/loading --ignore tests/kernels/test_warmup.py
 
@@ -77,5 +77,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run fuzz-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -2,13 +2,15 @@
 
     python tools/crash.py [SCENE ...] [--again]
 
-It goes on where it was ended: crash-progress.json says how far each scene is. `--again` forgets that.
+It goes on where it was ended, unless the code has changed since: crash-progress.json says how far each
+scene is. `--again` forgets that.
 A failure ends it, with the operations before it; the next run begins with that case.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -32,7 +34,10 @@ SAVE_SECONDS = 5.0
 def main() -> None:
     """Run the scenes that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("scenes", nargs="*", choices=[[], *(scene.__name__ for scene in SCENES)])
+    names = [scene.__name__ for scene in SCENES]
+    parser.add_argument(
+        "scenes", nargs="*", choices=[[], *names], metavar="SCENE", help=", ".join(names)
+    )
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,8 +55,9 @@ def run_scene(scene: type[Scene]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         crashes = Crashes(scene(Path(folder), patch))
         done = progress.get(name, {})
-        if done.get("cases") != len(crashes.cases):
-            done = {"cases": len(crashes.cases), "next": 0, "seconds": 0.0, "counts": {}}
+        now = {"cases": len(crashes.cases), "code": digest_of_code()}
+        if not now.items() <= done.items():
+            done = {**now, "next": 0, "seconds": 0.0, "counts": {}}
         crashes.counts = Counter(done["counts"])
         first = done["next"]
         before = done["seconds"]
@@ -79,6 +85,12 @@ def run_scene(scene: type[Scene]) -> None:
             f"{len(crashes.cases)} cases, {done['seconds']:.0f} s: {json.dumps(done['counts'])}",
             flush=True,
         )
+
+
+def digest_of_code() -> str:
+    """Of the library and of the scenes: counts of other code say nothing."""
+    files = [*ROOT.glob("streammega/**/*.py"), *ROOT.glob("tests/support/crash_*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
-from streammega.dataset.local_cache import default_cache_dir
+from streammega.dataset.local_cache import cache_folder
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError, StorageError
 from streammega.storage import Store, join_url, open_store, save_bytes
@@ -70,7 +70,7 @@ class WorkDir:
             _, path = open_store(prefix, StorageConfig())
             folder, name = os.path.split(path)
             return cls(os.path.join(folder, f".{name}.convert"), storage)
-        return cls(str(default_cache_dir() / "convert" / f"{stem}-{digest}"), storage)
+        return cls(str(cache_folder(None) / "convert" / f"{stem}-{digest}"), storage)
 
     @property
     def is_remote(self) -> bool:
@@ -129,13 +129,11 @@ class WorkDir:
             for key, name in names.items()
             if name not in kept and not name.startswith(KEPT_INPUT)
         ]
-        records = [key for key in removed if _removal_turn(key) == 0]
-        for key in records:
-            store.delete(key)
-        sync_names(self.file(LOCK))
-        for key in removed:
-            if key not in records:
-                store.delete(key)
+        for turn in (0, 1):
+            for key in removed:
+                if _removal_turn(key) == turn:
+                    store.delete(key)
+            sync_names(self.file(LOCK))
 
     def remove(self) -> None:
         """Remove it, at the end of the conversion."""

@@ -310,8 +310,8 @@ def map_local_files(
 ) -> list[NDArray[np.uint8] | None]:
     """The bytes of each local file, which keep it mapped; None for the others.
 
-    Kernels read as many as the file has tokens. So this raises ObjectChangedError if a file is not the one that
-    was opened, and ShortReadError if the file is too short for its tokens.
+    Kernels read as many as the file has tokens. So this raises ObjectChangedError if a file is not
+    the one that was opened, and ShortReadError if the file is too short for its tokens.
     """
     mapped: list[NDArray[np.uint8] | None] = []
     for file, is_mapped in zip(files, local.tolist(), strict=True):

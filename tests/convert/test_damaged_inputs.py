@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from streammega.cli.main import main
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
+from streammega.convert.read import mds_litdata
 from streammega.convert.read.compression import PieceReader, decompress
 from streammega.errors import ConfigError, ConvertError
 from tests.support.builders import stored_texts
@@ -293,8 +294,8 @@ def test_a_few_bytes_that_become_many_come_in_pieces(suffix: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["mds", "litdata"])
-def test_a_shard_that_becomes_larger_than_a_record_may_be_is_refused(
-    tmp_path: Path, form: str
+def test_a_shard_that_becomes_too_large_is_refused(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -313,8 +314,9 @@ def test_a_shard_that_becomes_larger_than_a_record_may_be_is_refused(
         "litdata": {"config": config, "chunks": [{"filename": "shard"}]},
     }
     (folder / "index.json").write_text(json.dumps(index[form]))
-    with pytest.raises(ConvertError, match=r"become more than max_record_bytes .* 1,048,576"):
-        convert_to(tmp_path, folder, on_error="stop", max_record_bytes=1 << 20)
+    monkeypatch.setattr(mds_litdata, "MAX_SHARD_BYTES", 1 << 20)
+    with pytest.raises(ConvertError, match=r"become more than 2,097,152; raise max_record_bytes"):
+        convert_to(tmp_path, folder, on_error="stop", max_record_bytes=2 << 20)
 
 
 def test_rows_that_pyarrow_leaves_out_are_a_fault(tmp_path: Path) -> None:
@@ -368,15 +370,28 @@ def test_offsets_of_arrow_that_lead_out_of_its_buffers_are_not_followed(
     path = tmp_path / "a.arrow"
     with pa.ipc.new_stream(path, batch.schema) as writer:
         writer.write_batch(batch)
-    with pytest.raises(ConvertError, match=r"a\.arrow: cannot be read \(ArrowInvalid: .* offset"):
+    with pytest.raises(ConvertError, match=r"a\.arrow: cannot be read.* \(ArrowInvalid: .* offset"):
         convert_to(tmp_path, path, on_error="stop")
+
+
+@pytest.mark.parametrize("sound", [0, 1, 17, 99])
+def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound: int) -> None:
+    texts = [f"text {number}".encode() for number in range(100)]
+    texts[sound] = b"\xff\xff"
+    column = pa.array(texts).cast(pa.string(), safe=False)
+    batch = pa.RecordBatch.from_arrays([column], ["text"])
+    with pa.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    (tmp_path / "z.jsonl").write_text('{"text": "other"}\n')
+    convert_to(tmp_path, tmp_path / "a.arrow", tmp_path / "z.jsonl")
+    assert made(tmp_path) == [*(text.decode() for text in texts[:sound]), "other"]
 
 
 def test_a_dictionary_of_xz_that_claims_gigabytes_is_refused(tmp_path: Path) -> None:
     packed = lzma.compress(b"\n".join(LINES), lzma.FORMAT_ALONE)
     path = tmp_path / "a.jsonl.lzma"
     path.write_bytes(packed[:1] + b"\xff\xff\xff\xff" + packed[5:])
-    with pytest.raises(ConvertError, match="Memory usage limit exceeded"):
+    with pytest.raises(ConvertError, match="its dictionary needs more than 512 MiB; decompress it"):
         convert_to(tmp_path, path, on_error="stop")
     path.write_bytes(lzma.compress(b"\n".join(LINES), preset=9 | lzma.PRESET_EXTREME))
     convert_to(tmp_path, path, on_error="stop")

@@ -604,6 +604,19 @@ def write_litdata(folder: Path, formats: list[str], *items: list[bytes]) -> None
     (folder / "index.json").write_text(json.dumps(index))
 
 
+def test_a_packed_shard_may_be_larger_than_a_record(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(100)]
+    write_litdata(tmp_path / "in", ["str"], *([text.encode()] for text in texts))
+    chunk = tmp_path / "in/chunk.bin"
+    chunk.write_bytes(zstandard.compress(chunk.read_bytes()))
+    index = tmp_path / "in/index.json"
+    stored = json.loads(index.read_text())
+    stored["config"]["compression"] = "zstd"
+    index.write_text(json.dumps(stored))
+    convert_bytes(tmp_path / "out", tmp_path / "in", max_record_bytes=20)
+    assert stored_ids(tmp_path / "out") == as_bytes(texts)
+
+
 @pytest.mark.guarantee("names-in-folder")
 @pytest.mark.parametrize("inside", ["../{}", "sub/../../{}", "{folder}/{}"])
 def test_an_index_that_names_files_outside_of_its_folder_is_refused(

@@ -89,6 +89,8 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT)
     targets = load_targets(instrumented=not (args.list or args.replay or args.keep))
     names = args.target or list(targets)
+    if unknown := set(names) - set(targets):
+        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(targets)}")
     if args.replay:
         return replay(names, targets)
     for name in names:
@@ -107,7 +109,10 @@ def load_targets(*, instrumented: bool) -> Targets:
         from tools.fuzz.targets import TARGETS
 
         return TARGETS
-    import atheris
+    try:
+        import atheris
+    except ImportError:
+        sys.exit("Atheris is not installed: use `make fuzz`, or pip install -e '.[fuzz]'")
 
     kernels = [f"streammega.kernels.{path.stem}" for path in ROOT.glob("streammega/kernels/*.py")]
     quiet = contextlib.redirect_stderr(io.StringIO())  # it names each module

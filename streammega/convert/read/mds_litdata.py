@@ -41,6 +41,9 @@ MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
 WORD_BYTES = 4
 """Bytes of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
+MAX_SHARD_BYTES = 1 << 30
+"""A compressed shard may become so large, or as large as a record may be if that is more."""
+
 
 def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
@@ -185,16 +188,19 @@ def _decompress_mds(data: bytes, compression: str, path: str, options: ConvertOp
 
 
 def _decompress(data: bytes, suffix: str, path: str, options: ConvertOptions) -> bytes:
-    """All of a shard. Raises ConvertError for one that becomes larger than a record may be."""
+    """All of a shard. Raises ConvertError for one that becomes larger than MAX_SHARD_BYTES and than a
+    record may be.
+    """
     pieces = []
     size = 0
+    max_bytes = max(options.max_record_bytes, MAX_SHARD_BYTES)
     for piece in decompress(io.BytesIO(data), suffix):
         pieces.append(piece)
         size += len(piece)
-        if size > options.max_record_bytes:
+        if size > max_bytes:
             raise ConvertError(
-                f"{path}: its {len(data):,} bytes become more than max_record_bytes "
-                f"(--max-record-bytes), {options.max_record_bytes:,}; raise it if there is memory"
+                f"{path}: its {len(data):,} bytes become more than {max_bytes:,}; raise "
+                f"max_record_bytes (--max-record-bytes) if there is memory"
             )
     return b"".join(pieces)
 

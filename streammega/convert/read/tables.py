@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -130,9 +131,27 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
             source.skipped.note_read(batch.nbytes)
             wanted = batch.select(columns)
             # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
-            wanted.validate(full=True)
+            try:
+                wanted.validate(full=True)
+            except pa.ArrowInvalid:
+                yield from _rows(wanted.slice(0, _sound_rows(wanted)), paths, source, row)
+                raise
             yield from _rows(wanted, paths, source, row)
             row += batch.num_rows
+
+
+def _sound_rows(batch: Any) -> int:
+    """How many rows of a damaged record batch come before the damage."""
+    import pyarrow as pa
+
+    def is_damaged(rows: int) -> bool:
+        try:
+            batch.slice(0, rows).validate(full=True)
+        except pa.ArrowInvalid:
+            return True
+        return False
+
+    return bisect.bisect_left(range(1, batch.num_rows + 1), True, key=is_damaged)
 
 
 def read_csv(source: Source) -> Iterator[RawDocument]:

@@ -109,7 +109,7 @@ _LLAMA3_NAMES = {
     9: "<|eot_id|>",
 }
 _LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
-"""What Llama 3.1 and later name too."""
+"""What Llama 3.1 to 3.3 name too."""
 
 
 def _llama3_tokens(named: dict[int, str]) -> tuple[str, ...]:

@@ -307,7 +307,7 @@ class Fetcher:
             request.group.busy -= 1
             self._end_copy(request)
             if error is None:
-                self._succeeded(request, is_second=id(request) in further_copies)
+                self._succeeded(request, is_further=id(request) in further_copies)
             elif not request.done and not request.group.released:
                 self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
             if request.group.released:
@@ -318,14 +318,14 @@ class Fetcher:
 
     # How requests end
 
-    def _succeeded(self, request: RangeRequest, *, is_second: bool) -> None:
+    def _succeeded(self, request: RangeRequest, *, is_further: bool) -> None:
         if not isinstance(request.store, CachedStore):
             self.counters.fetched_bytes += request.size
         if request.done:
             self.counters.duplicate_bytes += request.size
             return
         request.done = True
-        self.counters.hedges_won += is_second
+        self.counters.hedges_won += is_further
         group = request.group
         group.missing -= 1
         if group.missing == 0:
