@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types soak fuzz crash integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve soak fuzz crash integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,12 @@ lint: $(STAMP)  ## ruff, and no new small modules or Protocols of one class
 
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the site of the pages, in site/, without network; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-serve: $(STAMP)  ## show the site on http://127.0.0.1:8000, with each change of a page
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, kernels that check every index (three quarters of an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
@@ -77,5 +83,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run fuzz-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""A hook of mkdocs.yml: pages of the site whose files are not in docs/, links to them, and the page
+of commands.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from streammega.cli.main import app  # noqa: E402  # the package of this checkout
+
+OUTSIDE = {"README.md": "index.md"} | {
+    name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE")
+}
+"""Files outside of docs/ that are on the site, by their place there."""
+EXAMPLES = "tools/examples"
+LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files outside of docs/, with their links as they are on the site."""
+    for name, place in OUTSIDE.items():
+        text = (ROOT / name).read_text()
+        if name.endswith(".md"):
+            text = with_links_of_the_site(text, name)
+        files.append(File.generated(config, place, content=text))
+    files.append(File.generated(config, "examples.md", content=examples_page()))
+    files.append(File.generated(config, "commands.md", content=commands_page()))
+    return files
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    source = page.file.src_uri
+    return text if source in OUTSIDE.values() else with_links_of_the_site(text, f"docs/{source}")
+
+
+def with_links_of_the_site(text: str, source: str) -> str:
+    """The text with links between files of the repository made links between files of the site.
+
+    source: the path of the text's file in the repository.
+    """
+    here = posixpath.dirname(site_path(source))
+
+    def link(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))
+        return found[1] + posixpath.relpath(site_path(path), here or ".")
+
+    return LINK.sub(link, text)
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is on the site."""
+    if path.startswith(EXAMPLES):
+        name = path.removeprefix(EXAMPLES).strip("/")
+        return f"examples.md#{name.replace('.', '')}" if name else "examples.md"
+    return OUTSIDE.get(path) or path.removeprefix("docs/")
+
+
+def examples_page() -> str:
+    """The example programs, as they are in the repository."""
+    parts = [f"# Examples\n\nPrograms of `{EXAMPLES}`.\n"]
+    for path in sorted((ROOT / EXAMPLES).glob("*.py")):
+        parts.append(f"## {path.name}\n\n```python\n{path.read_text()}```\n")
+    return "\n".join(parts)
+
+
+def commands_page() -> str:
+    """Every command with its help, its arguments and its options."""
+    parts = ["# Commands\n\nWhat `--help` prints, of every command.\n"]
+    for name, command in commands(typer.main.get_command(app), "streammega"):
+        options = [
+            " ".join(param.opts) for param in command.params if param.param_type_name != "argument"
+        ]
+        arguments = [param.name for param in command.params if param.param_type_name == "argument"]
+        usage = " ".join([name, *(["[OPTIONS]"] if options else []), *arguments])
+        parts += [f"## {name}\n", f"{command.help}\n", f"```\n{usage}\n```\n", "| | |", "|---|---|"]
+        for param in command.params:
+            shown = param.name if param.name in arguments else ", ".join(param.opts)
+            text = " ".join((param.help or "").split()).replace("|", "\\|").replace("<", "&lt;")
+            parts.append(f"| `{shown}` | {text} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The commands of a group and of groups in it, by what is typed."""
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
