@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ MODEL = ModelConfig(vocab_size=8192, dim=384, layers=6, heads=6)
 RESIDENT = Size(MODEL, 128, 2, 2)
 FETCHED = Size(MODEL, 256, 4, 2, 20_000_000)
 SENT = Size(MODEL, 4096, 4, 2, 40_000_000)
+MEGATRON_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 BIG = Size(
     ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12),
     1024,
@@ -261,7 +263,8 @@ def time_batches(device: torch.device, runs: int, prefix: str) -> Times:
     ranks = Ranks(ParallelLayout(tp=2))
     times: Times = {"get_batch": [], "five broadcasts": [], "bytes": []}
     with open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 8) as loader:
-        plain = open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 8)
+        megatron = replace(config, fields=MEGATRON_FIELDS)
+        plain = open_loader(megatron, ranks, micro_batch_size=rows, global_batch_size=rows * 8)
         plain.ids_only = False
         whole = iter(plain) if dist.get_rank() == 0 else None
         counted = RankBatches(loader, ranks, device, ahead=0)
@@ -285,7 +288,7 @@ def five_broadcasts(
     the other.
     """
     batch = next(whole) if whole is not None else None
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+    for name in MEGATRON_FIELDS:
         dtype = torch.float32 if name == "loss_mask" else torch.int64
         if batch is not None:
             field = batch[name].contiguous().to(device)
