@@ -26,7 +26,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import FileRange
 from streammega.storage.derived_stores import file_ranges
 from streammega.storage.object_ops import sync_names
-from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter
+from streammega.storage.seekable_zstd import FRAME_BYTES, LEVEL, FrameWriter, check_frame_bytes
 from streammega.storage.store import as_bytes, atomic_writer
 
 Number = TypeVar("Number", bound=np.generic)
@@ -76,7 +76,9 @@ class IndexedDatasetWriter:
         self.kind: Kind = kind or kind_of_name
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.multimodal = multimodal
-        dtype_code(self.dtype)  # raises for an unknown one before anything is opened
+        # Both raise before anything is opened.
+        dtype_code(self.dtype)
+        check_frame_bytes(frame_bytes)
         self._storage = storage or StorageConfig()
         self._index_prefix = index_prefix or self.prefix
         # Arrays, not lists: an int in a list takes 36 bytes, and there may be millions of sequences.

@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from streammega.errors import FormatError
+from streammega.errors import ConfigError, FormatError
 from streammega.kernels.addresses import address_of, check_room
 from streammega.kernels.plan import ZSTD_SYMBOL, decompress_frames
 from streammega.storage.store import (
@@ -62,6 +62,14 @@ A few bytes of a table may claim 4 GiB, and so may a small frame of zeros.
 """
 TABLE_GUESS_BYTES = 1 << 14
 """Bytes that are read from the end of a small zstd object. They hold its table."""
+
+
+def check_frame_bytes(frame_bytes: int) -> None:
+    """Raise ConfigError for frames that no reader takes."""
+    if not 1 <= frame_bytes <= MAX_FRAME_BYTES:
+        raise ConfigError(
+            f"frame_bytes is {frame_bytes:,}; it must be at least 1 and at most {MAX_FRAME_BYTES:,}"
+        )
 
 
 class FrameWriter(ObjectWriter):

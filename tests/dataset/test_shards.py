@@ -28,10 +28,18 @@ from streammega import (
     build_datasets,
 )
 from streammega.convert import convert
+from streammega.convert.options import ConvertOptions
 from streammega.dataset.names import SUFFIXES, missing_shards, split_name
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.verify import verify
-from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError, StreammegaError
+from streammega.errors import (
+    ConfigError,
+    FormatError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StreammegaError,
+)
+from streammega.storage.seekable_zstd import MAX_FRAME_BYTES
 from tests.support.builders import KINDS, write_random_pair
 from tests.support.typed import map_style
 
@@ -391,6 +399,23 @@ def test_any_truncation_of_a_small_shard_is_an_error(
     path.write_bytes(data[: max(0, len(data) - 1 - cut)])
     with pytest.raises(StreammegaError):
         IndexedDataset(str(path))
+
+
+@pytest.mark.parametrize("frame_bytes", [-1, 0, MAX_FRAME_BYTES + 1])
+def test_frames_that_no_reader_takes_are_not_written(tmp_path: Path, frame_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="frame_bytes is .*at least 1 and at most 134,217,728"):
+        IndexedDatasetWriter(str(tmp_path / "a.bin.zst"), frame_bytes=frame_bytes)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="zstd_frame_bytes is"):
+        ConvertOptions(zstd_frame_bytes=frame_bytes)
+
+
+def test_the_largest_frame_is_read(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a.bin.zst")
+    with IndexedDatasetWriter(prefix, np.uint8, frame_bytes=MAX_FRAME_BYTES) as writer:
+        writer.add_item(np.zeros(MAX_FRAME_BYTES + 1, np.uint8))
+        writer.end_document()
+    assert IndexedDataset(prefix).get(0, MAX_FRAME_BYTES - 1, 2).tolist() == [0, 0]
 
 
 def test_standard_tools_see_plain_archives(sets: Path) -> None:
