@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
+PARTS = ("idx", "order", "convert")
+"""The folders of a cache, but for the page cache's."""
 LINE_EVERY = 30.0
 """Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
@@ -61,7 +63,8 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     stranger may have made.
     """
     folder = local_folder(cache_dir) if cache_dir else default_cache_dir()
-    check_owner(folder.absolute())
+    for part in PARTS:
+        check_owner((folder / part).absolute())
     return folder
 
 

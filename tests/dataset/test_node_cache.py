@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -40,7 +41,6 @@ from streammega.errors import CacheError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PageCache
-from streammega.storage.cache.cache_folder import check_owner
 
 NOBODY = 65534
 STRANGER = 65533
@@ -218,7 +218,6 @@ def test_a_cache_that_a_stranger_may_have_made_is_refused(
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            check_owner.cache_clear()
             for path in (folder, folder / "deeper"):
                 for open_cache in (cache_folder, lambda path: PageCache(path, 1 << 20, 1 << 20)):
                     try:
@@ -228,6 +227,39 @@ def test_a_cache_that_a_stranger_may_have_made_is_refused(
             os._exit(refusals)
         refusals = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert refusals == (4 if is_refused else 0)
+
+
+@pytest.mark.guarantee("cache-stranger-refused")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+@pytest.mark.parametrize("part", ["chunks", "idx", "order", "convert"])
+def test_a_part_of_a_cache_that_a_stranger_may_have_made_is_refused(part: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o1777)  # named as `cache_dir`, as /tmp may be
+        child = os.fork()
+        if child == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+
+            def is_refused() -> bool:
+                try:
+                    if part == "chunks":
+                        PageCache(folder, 1 << 20, 1 << 20)
+                    else:
+                        cache_folder(folder)
+                except CacheError as error:
+                    return f"{folder / part}: belongs to another user" in str(error)
+                return False
+
+            before = is_refused()
+            os.kill(os.getpid(), signal.SIGSTOP)  # the stranger makes it now
+            os._exit(10 * before + is_refused())
+        os.waitpid(child, os.WUNTRACED)
+        (folder / part).mkdir()
+        os.chown(folder / part, STRANGER, STRANGER)
+        os.kill(child, signal.SIGCONT)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 @pytest.mark.guarantee("users-may-share")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -82,9 +81,10 @@ LATE_TIMEOUT = 1.0
 _RECORD = struct.Struct("<8sQd")
 """The content of `lock`: the magic, the bytes of all chunk files, and when they were counted."""
 _MAGIC = b"SMTOTAL\n"
+_trusted: set[Path] = set()
+"""Folders that `check_owner` of this process found to be there and trusted."""
 
 
-@functools.lru_cache(maxsize=64)
 def check_owner(folder: Path) -> None:
     """Raise CacheError for a cache that a stranger may have made: a folder of another user within one
     where everybody may make folders, as in /tmp. Its files could hold other tokens.
@@ -93,13 +93,15 @@ def check_owner(folder: Path) -> None:
     reads the volumes of containers, trusts every folder.
     """
     user = os.geteuid()
-    if user == 0:
+    if user == 0 or folder in _trusted:
         return
+    is_whole = True
     for path in (folder, *folder.parents):
         try:
             status = path.lstat()
             is_open = path.parent.stat().st_mode & stat.S_IWOTH
         except OSError:
+            is_whole = False
             continue  # is made later, or refused where it is read
         groups = {os.getegid(), *os.getgroups()}
         is_shared = status.st_mode & stat.S_IWGRP and status.st_gid in groups
@@ -109,6 +111,8 @@ def check_owner(folder: Path) -> None:
                 f"may make one, so its files may be forged; name another cache folder, or share "
                 f"this one by a group of both users and mode 775"
             )
+    if is_whole:
+        _trusted.add(folder)
 
 
 class LockedError(OSError):
@@ -133,8 +137,8 @@ class PageCache:
         self, folder: str | Path, max_bytes: int, chunk_bytes: int, timeout: float = PAGE_TIMEOUT
     ) -> None:
         raise_limit()
-        check_owner(Path(folder).absolute())
         self.folder = Path(folder) / "chunks"
+        check_owner(self.folder.absolute())
         self.max_bytes = max_bytes
         self.chunk_bytes = whole_pages(chunk_bytes)
         self.usable = True
