@@ -403,7 +403,7 @@ def test_any_truncation_of_a_small_shard_is_an_error(
 
 @pytest.mark.parametrize("frame_bytes", [-1, 0, MAX_FRAME_BYTES + 1])
 def test_frames_that_no_reader_takes_are_not_written(tmp_path: Path, frame_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="frame_bytes is .*at least 1 and at most 134,217,728"):
+    with pytest.raises(ConfigError, match=r"frame_bytes is .*at least 1 and at most 134,217,728"):
         IndexedDatasetWriter(str(tmp_path / "a.bin.zst"), frame_bytes=frame_bytes)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="zstd_frame_bytes is"):
