@@ -1,0 +1,162 @@
+"""The pages that show how to begin, run as they stand there: commands, files and programs."""
+
+from __future__ import annotations
+
+import glob
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega.cli.main import main
+from streammega.order.sharding import rank_samples
+from tests.support.builders import write_dataset, write_jsonl, write_tar
+from tests.support.servers import S3
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PEERS = ROOT / "tests" / "support" / "data" / "peers"
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
+
+
+@pytest.fixture
+def _bucket(moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto.client().create_bucket(Bucket="bucket")
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_line(line: str) -> str:
+    """What a command of a page prints; it must end well."""
+    program, *words = shlex.split(line, comments=True)
+    words = [path for word in words for path in sorted(glob.glob(word)) or [word]]
+    if program == "streammega":
+        assert main(words) == 0, line
+        return ""
+    assert program == "python", f"{line}: a program that this test does not run"
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.guarantee("first-pages-run")
+@pytest.mark.usefixtures("_bucket")
+def test_the_start_page_trains_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    texts = [{"text": f"document {n} has some words " * 30} for n in range(300)]
+    write_jsonl(tmp_path / "texts" / "a.jsonl", texts)
+    printed = {}
+    page = (DOCS / "start.md").read_text()
+    names = re.findall(r"^Save this as `(\S+)`:$", page, re.M)
+    for _, language, body in BLOCK.findall(page):
+        if language != "sh":
+            Path(names.pop(0)).write_text(body)
+        elif body.startswith(("streammega", "python")):
+            for number, line in enumerate(body.splitlines()):
+                printed[number, line] = run_line(line) + capsys.readouterr().out
+    assert "160 samples" in printed[0, "python loop.py"]
+    assert "320 samples" in printed[1, "python loop.py"]
+    assert (tmp_path / "runs/start/checkpoints/step-00000020.json").exists()
+    assert "document" in printed[3, "streammega cat 's3://bucket/start/web#0'"]
+    assert "step 3" in printed[2, "streammega trace run.toml --step 3"]
+
+
+def megatron_pair(folder: Path) -> None:
+    write_dataset(folder / "web", [np.arange(n % 50, 90) for n in range(200)])
+
+
+def peers(folder: Path) -> None:
+    for source in PEERS.iterdir():
+        shutil.copytree(source, folder / source.name)
+
+
+def tars(folder: Path) -> None:
+    for shard in range(2):
+        members = [
+            (f"{n:06d}.txt", f"a text of shard {shard}, number {n}".encode()) for n in range(9)
+        ]
+        write_tar(folder / f"texts-{shard:03d}.tar", *members)
+
+
+def raw_ids(folder: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 50257, 20_000).astype(np.uint16)
+    ids[::100] = 50256
+    ids.tofile(folder / "train.bin")
+
+
+SECTIONS: dict[str, Callable[[Path], None]] = {
+    "Megatron-LM": megatron_pair,
+    "mosaicml-streaming": peers,
+    "litdata and litgpt": peers,
+    "webdataset and Energon": tars,
+    "nanoGPT": raw_ids,
+}
+"""What each section of the page begins with."""
+
+
+def sections(page: str) -> list[tuple[str, str]]:
+    parts = re.split(r"^## (.*)\n", (DOCS / page).read_text(), flags=re.M)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.guarantee("first-pages-run")
+@pytest.mark.usefixtures("_bucket")
+@pytest.mark.parametrize(("title", "text"), sections("coming-from.md"), ids=list(SECTIONS))
+def test_what_others_wrote_is_converted_and_read(title: str, text: str, tmp_path: Path) -> None:
+    SECTIONS[title](tmp_path)
+    blocks = BLOCK.findall(text)
+    assert [language for _, language, _ in blocks] == ["sh", "python"]
+    for _, language, body in blocks:
+        if language == "sh":
+            for line in body.splitlines():
+                run_line(line)
+        else:
+            (tmp_path / "program.py").write_text(body)
+            names: dict[str, Any] = runpy.run_path("program.py")
+            assert len(body.splitlines()) <= 16
+            for name in ("loader", "stream"):
+                if name in names:
+                    names[name].close()
+
+
+def test_the_figure_of_ranks_is_what_the_library_does() -> None:
+    page = (DOCS / "concepts.md").read_text()
+    rows = re.findall(r"^ (\d) ranks?(?:, (\w+) order)? +rank +((?:\d ? ?)+)", page, re.M)
+    assert [order for _, order, _ in rows] == ["", "stream", "Megatron"]
+    for ranks, order, figure in rows:
+        drawn = np.array(figure.split(), int)
+        consumed = np.arange(0, drawn.size, 4 * int(ranks))
+        for rank in range(int(ranks)):
+            samples = rank_samples(consumed, 4, rank, int(ranks), contiguous=order == "Megatron")
+            assert samples.ravel().tolist() == np.flatnonzero(drawn == rank).tolist()
+
+
+@pytest.mark.parametrize("page", ["start.md", "coming-from.md"])
+def test_settings_files_of_these_pages_are_toml(page: str) -> None:
+    for _, language, body in BLOCK.findall((DOCS / page).read_text()):
+        if language == "toml":
+            assert tomllib.loads(body)
+
+
+@pytest.mark.guarantee("comparison-benchmarks")
+def test_figures_and_versions_of_the_comparison_are_those_of_the_benchmarks() -> None:
+    benchmarks = (DOCS / "benchmarks.md").read_text()
+    page = (DOCS / "comparison.md").read_text()
+    table = page.split("| figure | other side | streammega |\n|---|---|---|\n")[1].split("\n\n")[0]
+    assert not [row for row in table.splitlines() if row not in benchmarks]
+    measured = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", page, re.M)
+    words = " ".join(benchmarks.split())
+    assert {name for name, _ in measured} >= {"litdata", "mosaicml-streaming", "megatron-core"}
+    assert not [name for name, version in measured if f"{name} {version}" not in words]
