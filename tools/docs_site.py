@@ -1,5 +1,5 @@
-"""A hook of mkdocs.yml: pages of the site whose files are not in docs/, links to them, and the page
-of commands.
+"""A hook of mkdocs.yml: pages of the site whose files are not in docs/, links to them, the page of
+commands, and llms.txt.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ OUTSIDE = {"README.md": "index.md"} | {
 """Files outside of docs/ that are on the site, by their place there."""
 EXAMPLES = "tools/examples"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
+LINKED = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,6 +43,37 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     source = page.file.src_uri
     return text if source in OUTSIDE.values() else with_links_of_the_site(text, f"docs/{source}")
+
+
+def on_env(env: Any, config: Any, files: Files) -> Any:
+    """Write llms.txt: a line for each page in the order of the navigation, as https://llmstxt.org
+    has it, with the pages as Markdown.
+    """
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", f"> {config.site_description}"]
+    for page in (file.page for file in files.documentation_pages() if file.page):
+        place = site / page.file.src_uri
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(page.markdown)
+    for item in config.nav:
+        ((section, pages),) = item.items()
+        lines.append(f"\n## {section}\n")
+        for entry in pages if isinstance(pages, list) else [item]:
+            ((title, source),) = entry.items()
+            lines.append(
+                f"- [{title}]({source}): {first_sentence(files.src_uris[source].page.markdown)}"
+            )
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+    return env
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence under the title of a page."""
+    paragraphs = [
+        part for part in text.split("\n\n") if part and not part.startswith(("#", "```", "|"))
+    ]
+    plain = LINKED.sub(r"\1", " ".join(paragraphs[0].split())).replace("**", "")
+    return re.split(r"(?<=[.:?!]) ", plain)[0]
 
 
 def with_links_of_the_site(text: str, source: str) -> str:

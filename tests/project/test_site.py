@@ -70,6 +70,10 @@ def test_the_site_is_built_without_network_and_loads_nothing_from_elsewhere(tmp_
             path.name
         )
 
+    listed = re.findall(r"^- \[.+\]\((\S+)\): \S", (tmp_path / "llms.txt").read_text(), re.M)
+    assert set(listed) >= {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert not [name for name in listed if not (tmp_path / name).read_text().startswith("# ")]
+
 
 @needs_mkdocs
 @pytest.mark.guarantee("site-without-network")
