@@ -51,18 +51,17 @@ def on_env(env: Any, config: Any, files: Files) -> Any:
     """
     site = Path(config.site_dir)
     lines = [f"# {config.site_name}", f"> {config.site_description}"]
-    for page in (file.page for file in files.documentation_pages() if file.page):
-        place = site / page.file.src_uri
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(page.markdown)
+    markdown = {
+        file.src_uri: file.page.markdown or "" for file in files.documentation_pages() if file.page
+    }
+    for source, text in markdown.items():
+        (site / source).write_text(text)
     for item in config.nav:
         ((section, pages),) = item.items()
         lines.append(f"\n## {section}\n")
         for entry in pages if isinstance(pages, list) else [item]:
             ((title, source),) = entry.items()
-            lines.append(
-                f"- [{title}]({source}): {first_sentence(files.src_uris[source].page.markdown)}"
-            )
+            lines.append(f"- [{title}]({source}): {first_sentence(markdown[source])}")
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
     return env
 
