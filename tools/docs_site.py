@@ -54,6 +54,7 @@ def on_env(env: Any, config: Any, files: Files) -> Any:
     markdown = {
         file.src_uri: file.page.markdown or "" for file in files.documentation_pages() if file.page
     }
+    site.mkdir(parents=True, exist_ok=True)
     for source, text in markdown.items():
         (site / source).write_text(text)
     for item in config.nav:

@@ -54,25 +54,26 @@ class Loads(html.parser.HTMLParser):
 @needs_mkdocs
 @pytest.mark.guarantee("site-without-network")
 def test_the_site_is_built_without_network_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    done = build(ROOT / "mkdocs.yml", tmp_path)
+    site = tmp_path / "site"
+    done = build(ROOT / "mkdocs.yml", site)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {
-        f"{path.stem}.md" for path in tmp_path.glob("*.html")
+        f"{path.stem}.md" for path in site.glob("*.html")
     }
-    for path in tmp_path.rglob("*.html"):
+    for path in site.rglob("*.html"):
         page = Loads()
         page.feed(path.read_text())
         assert page.urls
         assert not [url for url in page.urls if re.match(r"(\w+:)?//", url)], path.name
         assert 'class="mermaid"' not in path.read_text(), "its script is loaded from elsewhere"
-    for path in tmp_path.rglob("*.css"):
+    for path in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text()), (
             path.name
         )
 
-    listed = re.findall(r"^- \[.+\]\((\S+)\): \S", (tmp_path / "llms.txt").read_text(), re.M)
+    listed = re.findall(r"^- \[.+\]\((\S+)\): \S", (site / "llms.txt").read_text(), re.M)
     assert set(listed) >= {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert not [name for name in listed if not (tmp_path / name).read_text().startswith("# ")]
+    assert not [name for name in listed if not (site / name).read_text().startswith("# ")]
 
 
 @needs_mkdocs
