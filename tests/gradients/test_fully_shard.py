@@ -1,4 +1,4 @@
-"""Loops of one's own whose model and optimizer torch's fully_shard divides: what docs/training.md
+"""Loops of one's own whose model and optimizer torch's fully_shard divides: what docs/loops.md
 says of them, and their states on any ranks.
 """
 
@@ -255,7 +255,7 @@ def test_what_cannot_be_divided_is_refused(rank: int, what: str) -> None:
 @pytest.mark.xfail(
     strict=True,
     reason="torch's set_optimizer_state_dict takes the settings of any saved group that shares one "
-    "parameter; docs/training.md says to set them again",
+    "parameter; docs/loops.md says to set them again",
 )
 @on_ranks(1)
 def test_a_state_of_other_groups_is_refused_or_leaves_their_settings(rank: int) -> None:

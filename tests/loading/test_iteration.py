@@ -460,7 +460,7 @@ def test_a_state_that_is_asked_for_as_composer_does_is_refused_in_words(config: 
 def test_a_loop_that_fetches_ahead_saves_what_it_has_trained_on(
     config: DataConfig, excluded_ranges: tuple[tuple[int, int], ...]
 ) -> None:
-    """As docs/training.md has it: the next batch is taken before the step is done."""
+    """As docs/loops.md has it: the next batch is taken before the step is done."""
     config = replace(config, exclude_samples=excluded_ranges)
     with StreamLoader(config, **SIZES) as loader, StreamLoader(config, **SIZES) as plain:
         batches = iter(loader)
