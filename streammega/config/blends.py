@@ -54,9 +54,14 @@ def _pairs(blend: Blend) -> list[tuple[str, Any]]:
         )
     pairs: list[tuple[str, Any]] = []
     for entry in entries:
-        pair = (entry, None) if isinstance(entry, str) else tuple(entry)
+        pair: tuple[Any, ...] = (entry, None)
+        if not isinstance(entry, str):
+            pair = tuple(entry) if isinstance(entry, Iterable) else ()
         if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-            raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+            raise ConfigError(
+                f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair, as in "
+                f"[('s3://bucket/web', 0.7)]"
+            )
         pairs.append(pair)
     return pairs
 

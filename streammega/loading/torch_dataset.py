@@ -87,6 +87,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup_batch_size: tuple[int, int, int] | None = None,
     ) -> None:
+        if not isinstance(config, DataConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
         if split == "train":  # the others have no phases
             config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
         schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)

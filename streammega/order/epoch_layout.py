@@ -5,7 +5,7 @@ computed once from the token counts of files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
@@ -34,12 +34,14 @@ class FilePart:
 class StreamDataset:
     """One dataset of the stream.
 
-    itemsize: bytes of a token. is_packed: its samples are bins, with no token after them.
+    itemsize: bytes of a token. is_packed: its samples are bins, with no token after them. name: for
+    messages.
     """
 
     parts: Sequence[FilePart]
     itemsize: int
     is_packed: bool = False
+    name: str = field(default="", compare=False)
 
     @cached_property
     def tokens(self) -> int:
@@ -132,8 +134,9 @@ def epoch_layout(
     if not sizes.all():
         number = int(np.argmin(sizes))
         longest = max((part.tokens for part in datasets[number].parts), default=0)
+        name = datasets[number].name or f"dataset {number} of the blend"
         raise ConfigError(
-            f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
+            f"{name} holds no sample: its longest file has {longest} tokens, a "
             f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
         )
     itemsizes = np.array([dataset.itemsize for dataset in datasets], np.int64)

@@ -8,6 +8,8 @@ batch tile it.
 
 from __future__ import annotations
 
+import numbers
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +31,8 @@ def check_batch_sizes(
         "dp_size": dp_size,
     }
     for name, value in sizes.items():
+        if not isinstance(value, numbers.Integral):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if not 0 <= dp_rank < dp_size:

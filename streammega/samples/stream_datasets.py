@@ -128,7 +128,9 @@ def _cut_dataset(
         _warn_of_short(name, parts, len(shards), config)
     # blocks are sized in bytes, by the widest tokens
     itemsize = max(shard.dtype.itemsize for shard in shards)
-    dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
+    dataset = StreamDataset(
+        parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None, name=name
+    )
     return OpenDataset(name=name, files=files, parts=dataset, tokenizers=set())
 
 

@@ -103,9 +103,15 @@ def is_in_a_bucket(url: str) -> bool:
 def local_path(url: str) -> str:
     """The absolute path of a local name or file:// URL. `~` is the home folder.
 
-    Raises ConfigError for a URL with a host.
+    Raises ConfigError for a URL with a host, and for one that lacks a slash, as `s3:/bucket`.
     """
     path = url
+    scheme, _, rest = url.partition(":/")
+    if not rest.startswith("/") and (scheme in SCHEMES or scheme in OTHER_NAMES):
+        raise ConfigError(
+            f"{url}: a URL has two slashes after its scheme: {scheme}://{rest}; a local file of this "
+            f"name is ./{url}"
+        )
     if "://" in url:
         host, slash, below = url.partition("://")[2].partition("/")
         if host not in ("", "localhost"):

@@ -334,6 +334,11 @@ def test_tokenizers_that_are_not_there_are_named(name: str) -> None:
         load_tokenizer(name)
 
 
+def test_a_mistyped_name_of_bytes_is_not_looked_up_on_the_hub() -> None:
+    with pytest.raises(ObjectNotFoundError, match="byte: no such tokenizer file; is bytes meant"):
+        load_tokenizer("byte")
+
+
 @pytest.mark.parametrize("name", ["x.json", "x.model", "x.tiktoken"])
 def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("nothing of the kind")

@@ -354,6 +354,10 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
         ({"split": "validation"}, "not one of train, valid, test"),
         ({"split": "valid"}, "leaves nothing for valid"),
         ({"global_batch_size": 10**6}, "less than one global batch"),
+        ({"micro_batch_size": "4"}, "micro_batch_size is '4'; it must be a whole number"),
+        ({"global_batch_size": 2.0}, "global_batch_size is 2.0; it must be a whole number"),
+        ({"prefetch": -1}, "prefetch is -1; it must be a whole number, at least 0"),
+        ({"prefetch": "4"}, "prefetch is '4'; it must be a whole number"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -361,6 +365,12 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         StreamLoader(config, **({"micro_batch_size": 1, "global_batch_size": 2} | arguments))
+
+
+@pytest.mark.parametrize("config", ["s3://bucket/web", {"blend": "s3://bucket/web"}, None])
+def test_what_is_no_config_is_refused_by_its_type(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config is a \w+; it must be a DataConfig"):
+        StreamLoader(config, micro_batch_size=1, global_batch_size=2)
 
 
 @pytest.mark.guarantee("settings-run-cannot")
@@ -371,6 +381,8 @@ def test_settings_that_cannot_work_are_refused(
         ({"sequence_lenght": 8}, "sequence_lenght; did you mean sequence_length"),
         ({"seed": -1}, "seed is -1"),
         ({"blend": []}, "one prefix"),
+        ({"blend": ("web", 0.7)}, r"each entry is a prefix or a \(prefix, weight\) pair, as in"),
+        ({"blend": [(0.7, "web")]}, r"each entry is a prefix or a \(prefix, weight\) pair, as in"),
         ({"order": "random"}, "order is 'random'"),
         ({"eod_mask_loss": True}, "need eod_id"),
         ({"num_samples": (1, 2)}, "it must be 3 whole numbers"),

@@ -376,6 +376,21 @@ class TestS3ThroughFsspec(S3Contract):
         return f"{bucket}/folder/object"
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3:/bucket/web", "two slashes after its scheme: s3://bucket/web"),
+        ("gcs:/bucket/web", "two slashes after its scheme: gcs://bucket/web"),
+        ("s33://bucket/web", "no storage has this scheme; did you mean s3://"),
+        ("nowhere://bucket/web", "no storage has this scheme; fsspec has no driver"),
+    ],
+)
+def test_mistyped_schemes_are_named(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        store, key = open_store(url, StorageConfig())
+        store.info(key)
+
+
 def test_a_name_of_a_file_url_may_hold_any_sign(tmp_path: Path) -> None:
     (tmp_path / "a#1?b c").write_bytes(b"abc")
     store, key = open_store(f"file://{tmp_path}/a#1?b%20c", StorageConfig())

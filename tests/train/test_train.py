@@ -245,6 +245,8 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
             "train.train_itres=5",
             r"unknown setting train\.train_itres; did you mean train\.train_iters",
         ),
+        ("train_iters=5", r"unknown setting train_iters; did you mean train\.train_iters"),
+        ("data.memory_bytes=5", r"did you mean data\.storage\.memory_bytes"),
         ("data.storage.request_timeuot=5", r"did you mean data\.storage\.request_timeout"),
         ("train.train_iters=many", "train.train_iters is 'many'; it must be a whole number"),
         ("train.train_iters=0", "must be at least 1"),

@@ -665,7 +665,8 @@ def _check_is_no_path(name: str) -> None:
     folder, _, file = name.rpartition("/")
     similar: list[str] = []
     with suppress(OSError):  # no such folder
-        similar = difflib.get_close_matches(file, os.listdir(folder or "."), n=1, cutoff=0.8)
+        known = [*os.listdir(folder or "."), "bytes"]
+        similar = difflib.get_close_matches(file, known, n=1, cutoff=0.8)
     if name.endswith(".json") or is_path or has_suffix or (similar and not folder):
         hint = "give the path of a tokenizer.json"
         if similar:

@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
@@ -303,13 +304,15 @@ class FsspecStore(RemoteStore):
             limits = {"timeout": timeout}
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})
         try:
-            driver = fsspec.get_filesystem_class(self.scheme)
+            driver = _driver_class(self.scheme)
             # Checked beforehand: a driver that lacks an argument raises again when it is collected.
             inspect.signature(driver.__init__).bind(None, **options)
             fs = driver(**options)
             if self.scheme == "s3":
                 fs.retries = 1  # s3fs counts tries, not retries
             return fs
+        except ConfigError:
+            raise
         except ImportError as error:
             raise ConfigError(
                 f"{self.scheme}://: the fsspec driver is not installed: {error}"
@@ -323,6 +326,16 @@ class FsspecStore(RemoteStore):
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         return driver_error(self.url(key), error, self._config.storage_options)
+
+
+def _driver_class(scheme: str) -> Any:
+    """The class of a driver. Raises ConfigError for an unknown scheme, ImportError."""
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        nearest = get_close_matches(scheme, fsspec.available_protocols(), 1)
+        hint = f"did you mean {nearest[0]}://?" if nearest else "fsspec has no driver of that name"
+        raise ConfigError(f"{scheme}://: no storage has this scheme; {hint}") from None
 
 
 def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> BaseException:

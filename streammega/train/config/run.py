@@ -232,6 +232,13 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     hints = get_type_hints(kind)
     for name, value in table.items():
         if name not in hints:
+            homes = [
+                f"{section}.{name}"
+                for section, of_section in hints.items()
+                if is_dataclass(of_section) and name in get_type_hints(of_section)
+            ]
+            if homes:
+                raise ConfigError(f"unknown setting {path}{name}; did you mean {path}{homes[0]}?")
             raise ConfigError(unknown_setting(name, kind, section=path))
         accepted = field_types(kind)[name]
         has_parts = any(get_origin(one) is not None for one in accepted.alternatives)
