@@ -5,7 +5,6 @@ step has taken.
 from __future__ import annotations
 
 import logging
-import numbers
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property
@@ -138,7 +137,7 @@ class StreamLoader:
         self._cp = (cp_rank, cp_size)
         for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
             _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)
-        if not isinstance(prefetch, numbers.Integral) or prefetch < 0:
+        if not isinstance(prefetch, int | np.integer) or prefetch < 0:
             raise ConfigError(f"prefetch is {prefetch!r}; it must be a whole number, at least 0")
         self._prefetch = prefetch
         self._pinned = pin_memory

@@ -8,8 +8,6 @@ batch tile it.
 
 from __future__ import annotations
 
-import numbers
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +29,7 @@ def check_batch_sizes(
         "dp_size": dp_size,
     }
     for name, value in sizes.items():
-        if not isinstance(value, numbers.Integral):
+        if not isinstance(value, int | np.integer):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")

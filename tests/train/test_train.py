@@ -1045,16 +1045,20 @@ def test_an_out_dir_that_cannot_be_written_is_one_message(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("url", "message"), [("ftp://x/y", "'host'"), ("what://x/y", "what")])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://x/y", "storage_options do not fit: .*'host'"),
+        ("what://x/y", "no storage has this scheme"),
+    ],
+)
 def test_an_out_dir_of_a_store_that_cannot_be_opened_is_one_message(
     run_file: str, url: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_main([run_file, f"train.out_dir={url}"]) == 1
     gc.collect()
     error = capsys.readouterr().err
-    assert re.search(
-        rf"error \(rank 0\): {url[:6]}.*storage_options do not fit: .*{message}", error
-    )
+    assert re.search(rf"error \(rank 0\): {url[:6]}.*{message}", error)
     assert "Traceback" not in error
 
 
