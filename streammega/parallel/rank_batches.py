@@ -144,9 +144,10 @@ class RankBatches:
                 "the loader of these RankBatches was moved directly; use load_state_dict of "
                 "RankBatches, or make new RankBatches"
             )
-        error = self._failed
-        self._failed = None
-        if error is not None:
+        # Pending micro-batches are those before the one that failed.
+        if self._failed is not None and not self._pending:
+            error = self._failed
+            self._failed = None
             raise error
         self._start(1)
         if not self._pending:

@@ -27,7 +27,7 @@ from streammega import (
     StreamLoader,
     get_batch,
 )
-from streammega.errors import ConfigError, FormatError
+from streammega.errors import ConfigError, FormatError, StorageError
 from streammega.loading import StreamingDataset
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel import device_mesh, open_loader
@@ -478,6 +478,31 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
         batches.close()
         loader.close()
         assert not loader.ready
+
+
+def test_an_error_of_reading_ahead_waits_for_the_micro_batches_before_it(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(ParallelLayout())
+    with open_loader(config, ranks, **SIZES) as loader:
+        take = loader.take
+        calls = itertools.count(1)
+
+        def fail_once() -> Any:
+            if next(calls) == 3:
+                raise StorageError("the third cannot be read now")
+            return take()
+
+        monkeypatch.setattr(loader, "take", fail_once)
+        monkeypatch.setattr(StreamLoader, "ready", property(lambda _: True))
+        batches = RankBatches(loader, ranks, ahead=3)
+        read = [next(batches), next(batches)]
+        with pytest.raises(StorageError, match="the third"):
+            next(batches)
+        read.append(next(batches))
+        for batch, whole in zip(read, expected(config, 0, 1, 3), strict=True):
+            assert torch.equal(batch["tokens"], whole["tokens"])
+        batches.close()
 
 
 @on_ranks(2)
