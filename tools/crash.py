@@ -1,6 +1,7 @@
-"""Every crash and every fault of each scene of tests/support/crash_scenes.py, with counts.
+"""Every crash and every fault of each scene of tests/support/crash_scenes.py, and SIGKILL at random
+moments of those of crash_kills.py, with counts.
 
-    python tools/crash.py [SCENE ...] [--again]
+    python tools/crash.py [SCENE ...] [--kills] [--again]
 
 It goes on where it was ended, unless the code has changed since: crash-progress.json says how far each
 scene is. `--again` forgets that.
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,36 +27,61 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.support.crash_kills import KILLED, Kills, in_child  # noqa: E402
 from tests.support.crash_runs import Crashes, Scene  # noqa: E402
 from tests.support.crash_scenes import SCENES  # noqa: E402
+from tests.support.servers import moto_server  # noqa: E402
 
 PROGRESS = ROOT / "crash-progress.json"
 SAVE_SECONDS = 5.0
+MOMENTS = 84
+"""Of each scene at which its processes are killed: a thousand kills in all, and some more."""
+ALL: dict[str, tuple[type[Scene], bool]] = {
+    **{scene.__name__: (scene, False) for scene in SCENES},
+    **{f"Killed{scene.__name__}": (scene, True) for scene in KILLED},
+}
+"""By name: the scene, and whether its processes are killed."""
 
 
 def main() -> None:
-    """Run the scenes that are named, or all."""
+    """Run the scenes that are named, or all, each in a process of its own: kills need one without
+    threads.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    names = [scene.__name__ for scene in SCENES]
     parser.add_argument(
-        "scenes", nargs="*", choices=[[], *names], metavar="SCENE", help=", ".join(names)
+        "scenes", nargs="*", choices=[[], *ALL], metavar="SCENE", help=", ".join(ALL)
     )
+    parser.add_argument("--kills", action="store_true", help="only scenes of kills")
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.again:
         PROGRESS.unlink(missing_ok=True)
-    for scene in SCENES:
-        if not arguments.scenes or scene.__name__ in arguments.scenes:
-            run_scene(scene)
+    for name, (_, is_killed) in ALL.items():
+        if name in (arguments.scenes or ALL) and is_killed >= arguments.kills:
+            process = multiprocessing.get_context("fork").Process(target=run_scene, args=(name,))
+            process.start()
+            process.join()
+            if process.exitcode:
+                sys.exit(1)
 
 
-def run_scene(scene: type[Scene]) -> None:
+def run_scene(name: str) -> None:
     """All cases of a scene that are not done yet, and a line of counts."""
     progress = json.loads(PROGRESS.read_text()) if PROGRESS.exists() else {}
-    name = scene.__name__
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        crashes = Crashes(scene(Path(folder), patch))
+    scene, is_killed = ALL[name]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as stack,
+    ):
+        crashes: Crashes | Kills
+        if is_killed:
+            server = stack.enter_context(moto_server())
+            bucket = in_child(server.new_bucket)
+            crashes = Kills(scene(Path(folder), patch), server, bucket, MOMENTS)
+        else:
+            crashes = Crashes(scene(Path(folder), patch))
         done = progress.get(name, {})
         now = {"cases": len(crashes.cases), "code": digest_of_code()}
         if not now.items() <= done.items():
@@ -73,16 +101,14 @@ def run_scene(scene: type[Scene]) -> None:
                 save(number)
                 last_save = time.monotonic()
             try:
-                crashes.try_case(crashes.cases[number])
+                crashes.try_case(crashes.cases[number])  # type: ignore[arg-type]
             except BaseException:
                 save(number)
                 raise
         save(len(crashes.cases))
-        changes = len(crashes.recorder.changes)
-        operations = len(crashes.recorder.can_fail)
         print(
-            f"{name}: {changes} changes, {operations} operations that can fail, "
-            f"{len(crashes.cases)} cases, {done['seconds']:.0f} s: {json.dumps(done['counts'])}",
+            f"{crashes.title}, {len(crashes.cases)} cases, {done['seconds']:.0f} s: "
+            f"{json.dumps(done['counts'])}",
             flush=True,
         )
 

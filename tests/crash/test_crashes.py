@@ -15,8 +15,25 @@ from streammega.convert.work_dir import WorkDir
 from streammega.dataset import local_cache
 from streammega.storage.backends.local import LocalStore
 from tests.support.crash_disk import Recorder, state_after
+from tests.support.crash_kills import (
+    KILLED,
+    Child,
+    Readers,
+    kill_at_moments,
+)
 from tests.support.crash_runs import SCHEME, Bucket, Case, Crashes, Scene, quiet, thinned
-from tests.support.crash_scenes import SCENES, BucketWork, Conversion, NodeCaches, Overwrite
+from tests.support.crash_scenes import (
+    SCENES,
+    Append,
+    BucketWork,
+    Conversion,
+    NodeCaches,
+    Overwrite,
+)
+from tests.support.servers import S3
+
+KILLED_IN_SHORT = (Append, Conversion, Readers)
+"""In `make test`, a few times each; the others in `make soak`, and all of them by `make crash`."""
 
 
 @pytest.mark.guarantee("crash-any-operation")
@@ -39,6 +56,23 @@ def test_records_and_manifests_never_outlive_what_they_speak_of(
         if change.name in ("rename", "delete") and change.paths[-1].endswith(".json"):
             for policy in ("died", "reordered"):
                 crashes.try_case(Case(number + 1, policy))
+
+
+@pytest.mark.guarantee("kills-any-moment")
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(scene, marks=[] if scene in KILLED_IN_SHORT else [pytest.mark.soak])
+        for scene in KILLED
+    ],
+)
+def test_processes_that_are_killed_at_any_moment_leave_nothing_half_and_the_next_run_goes_on(
+    tmp_path: Path, moto: S3, scene: type[Scene]
+) -> None:
+    server = S3(moto.endpoint)
+    arguments = (scene, tmp_path, server, moto.new_bucket(), 4)
+    counts = Child(kill_at_moments, *arguments, method="forkserver").join()
+    assert counts["kills"] >= 4
 
 
 @pytest.mark.guarantee("crash-any-operation")

@@ -135,17 +135,26 @@ class Scene:
 
     is_checksummed = True
     """Whether what a disk that lies leaves is always noticed."""
+    processes = 1
+    """Those that `crash_kills.py` starts at once."""
+    has_survivors = True
+    """Whether some of the processes go on if others are killed."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.patch = patch
         self.disk = folder / "disk"
         self.disk.mkdir(parents=True)
-        self.bucket = Bucket()
+        self.bucket: Any = Bucket()
+        self.bucket_url = f"{SCHEME}://"
         self.promises: list[tuple[int, Any]] = []
         """(changes until then, value)."""
         register_scheme(SCHEME, lambda: self.bucket)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Patch modules. Nothing is read or written yet."""
 
     def prepare(self) -> None:
         """Make inputs, and what is there before."""
@@ -153,6 +162,13 @@ class Scene:
     def run(self) -> None:
         """What is recorded and run again."""
         raise NotImplementedError
+
+    def before_fork(self) -> None:
+        """Choose what all processes that are started now must know."""
+
+    def run_process(self, number: int) -> None:
+        """What one of several processes does."""
+        self.run()
 
     def promise(self, value: Any) -> None:
         """Note in `run` that from here on no crash loses something."""
@@ -188,7 +204,7 @@ class Crashes:
         self.scene = scene
         with quiet():
             scene.prepare()
-            self._before = _stored(scene.disk)
+            self._before = stored(scene.disk)
             self._objects_before = dict(scene.bucket.objects)
             self.recorder = self._run_recorded(None)
             self.promises = list(scene.promises)
@@ -205,6 +221,10 @@ class Crashes:
         ]
         self._known: set[str] = set()
         self.counts: Counter[str] = Counter()
+        operations = len(self.recorder.can_fail)
+        self.title = (
+            f"{type(scene).__name__}: {changes} changes, {operations} operations that can fail"
+        )
 
     def try_case(self, case: Case) -> None:
         """Make it happen, look, and run again. Raises AssertionError with what went before."""
@@ -286,7 +306,8 @@ class Crashes:
         self.scene.bucket.objects = dict(objects)
 
 
-def _stored(folder: Path) -> Tree:
+def stored(folder: Path) -> Tree:
+    """The files of a folder."""
     return {path: (file.data, file.time, id(file)) for path, file in read_tree(folder).items()}
 
 

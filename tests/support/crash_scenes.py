@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import streammega.convert.job as job
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
@@ -22,10 +23,10 @@ from streammega.errors import StreammegaError
 from streammega.storage.cache import cache_folder
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.store import CheckpointStore
-from streammega.train.config import load_run
+from streammega.train.config import RunConfig, load_run
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_dataset, write_random_pair, write_run_file
-from tests.support.crash_runs import SCHEME, Scene
+from tests.support.crash_runs import Scene
 
 MARK = "-gen[0-9a-f]{12}"
 
@@ -50,15 +51,16 @@ class Conversion(Scene):
     is_checksummed = False
     replaces = False
     is_remote = False
+    has_remote_work = False
     options: ClassVar[dict[str, Any]] = {
         "shard_bytes": 1200, "shuffle_seed": 5, "dedup": True, "provenance": True
     }  # fmt: skip
 
     @property
     def name(self) -> str:
-        return f"{SCHEME}://out/web" if self.is_remote else str(self.disk / "out" / "web")
+        return f"{self.bucket_url}out/web" if self.is_remote else str(self.disk / "out" / "web")
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         self.patch.setenv("XDG_CACHE_HOME", str(self.disk / "cache"))
         for name, size in {
             "MAX_UNIT_BYTES": 1500,
@@ -66,6 +68,8 @@ class Conversion(Scene):
             "SEGMENT_BYTES": 1000,
         }.items():
             self.patch.setattr(job, name, size)
+
+    def prepare(self) -> None:
         write_random_pair(str(self.folder / "new"), 30, 40, seed=2)
         self.former: Any = None
         self.new: Any = None
@@ -78,6 +82,8 @@ class Conversion(Scene):
         is_done = not self.replaces and tokens_of(f"{self.name}.manifest.json") == self.new
         if self.new is None or not is_done or self._is_under_way():
             options = self.options | {"overwrite": self.replaces, "workers": 1}
+            if self.has_remote_work:
+                options["work_dir"] = f"{self.bucket_url}work"
             convert([str(self.folder / "new")], self.name, **options)
         self.promise("done")
 
@@ -132,7 +138,7 @@ class BucketWork(Conversion):
     """A first conversion into a bucket by a work folder in a bucket."""
 
     is_remote = True
-    options: ClassVar[dict[str, Any]] = {**Conversion.options, "work_dir": f"{SCHEME}://work"}
+    has_remote_work = True
 
     def _is_under_way(self) -> bool:
         return any(key.endswith("publishing.json") for key in self.bucket.objects)
@@ -178,10 +184,13 @@ class Append(Scene):
     """Two datasets are appended to a third, one after the other."""
 
     is_checksummed = False
-    root = ""
+    is_remote = False
+
+    @property
+    def root(self) -> str:
+        return f"{self.bucket_url}grows" if self.is_remote else str(self.disk)
 
     def prepare(self) -> None:
-        self.root = self.root or str(self.disk)
         self.tokens: list[Any] = [None]
         for number, name in enumerate("ab"):
             write_random_pair(str(self.folder / name), 30, 40, seed=number)
@@ -203,13 +212,13 @@ class Append(Scene):
 
     def result(self) -> Any:
         assert tokens_of(f"{self.root}/all@2") == self.tokens[-1]
-        return dict(self.bucket.objects) if "://" in self.root else files_below(self.disk)
+        return dict(self.bucket.objects) if self.is_remote else files_below(self.disk)
 
 
 class BucketAppend(Append):
     """The same in a bucket."""
 
-    root = f"{SCHEME}://grows"
+    is_remote = True
 
 
 class NodeCaches(Scene):
@@ -221,20 +230,25 @@ class NodeCaches(Scene):
         rng = np.random.default_rng(3)
         for name in ("web", "code"):
             documents = [rng.integers(0, 60_000, 3000).astype(np.uint16) for _ in range(240)]
-            write_dataset(f"{SCHEME}://data/{name}", documents)
+            write_dataset(f"{self.bucket_url}data/{name}", documents)
         self.expected: Any = None
 
-    def run(self) -> None:
-        config = DataConfig(
-            blend=[(f"{SCHEME}://data/web", 0.7), (f"{SCHEME}://data/code", 0.3)],
-            sequence_length=512,
-            num_samples=(600, 0, 0),
-            index_cache_dir=self.disk / "cache",
-            index_publish_url=f"{SCHEME}://shared",
-            storage=StorageConfig(
+    def config(self, **settings: Any) -> DataConfig:
+        """600 samples of two datasets, by the caches."""
+        defaults: dict[str, Any] = {
+            "blend": [(f"{self.bucket_url}data/web", 0.7), (f"{self.bucket_url}data/code", 0.3)],
+            "sequence_length": 512,
+            "num_samples": (600, 0, 0),
+            "index_cache_dir": self.disk / "cache",
+            "index_publish_url": f"{self.bucket_url}shared",
+            "storage": StorageConfig(
                 cache_dir=self.disk / "cache", cache_chunk_bytes=1 << 20, max_concurrent_requests=1
             ),
-        )
+        }
+        return DataConfig(**(defaults | settings))
+
+    def run(self) -> None:
+        config = self.config()
         with StreamLoader(config, micro_batch_size=5, global_batch_size=5) as loader:
             tokens = torch.cat([batch["tokens"].clone() for batch in loader])
         if self.expected is None:
@@ -254,25 +268,20 @@ class NodeCaches(Scene):
 class Checkpoints(Scene):
     """A run of three steps with a checkpoint after each, of which two are kept."""
 
-    out_dir = ""
+    is_remote = False
+    steps = 3
 
-    def prepare(self) -> None:
+    @property
+    def out_dir(self) -> str:
+        return f"{self.bucket_url}runs/one" if self.is_remote else f"{self.disk}/run"
+
+    @property
+    def config(self) -> RunConfig:
+        return load_run(str(self.folder / "run.toml"))
+
+    def set_up(self) -> None:
         self.patch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.0)
-        write_random_pair(str(self.folder / "pair"))
-        self.out_dir = self.out_dir or f"{self.disk}/run"
-        run_file = write_run_file(
-            self.folder,
-            data={"blend": [f"{self.folder}/pair"], "order": "stream"},
-            train={
-                "train_iters": 3,
-                "save_interval": 1,
-                "keep_checkpoints": 2,
-                "global_batch_size": 2,
-                "out_dir": self.out_dir,
-            },
-        )
-        self.config = load_run(run_file)
-        self.weights: dict[int, list[torch.Tensor]] = {}
+        self.weights: dict[int, list[NDArray[Any]]] = {}
         publish = CheckpointStore.publish
 
         def publish_and_promise(store: Any, step: int, *rest: Any) -> None:
@@ -280,6 +289,21 @@ class Checkpoints(Scene):
             self.promise(step)
 
         self.patch.setattr(CheckpointStore, "publish", publish_and_promise)
+
+    def prepare(self) -> None:
+        write_random_pair(str(self.folder / "pair"))
+        write_run_file(
+            self.folder,
+            data={"blend": [f"{self.folder}/pair"], "order": "stream"},
+            train={
+                "train_iters": self.steps,
+                "save_interval": 1,
+                "keep_checkpoints": 2,
+                "micro_batch_size": 1,
+                "global_batch_size": 2,
+                "out_dir": self.out_dir,
+            },
+        )
 
     def run(self) -> None:
         trainer = Trainer(self.config, torch.device("cpu"))
@@ -300,9 +324,9 @@ class Checkpoints(Scene):
 
     def _compare(self, trainer: Trainer) -> None:
         """Compare the weights with those of the same step in an earlier run."""
-        now = [weight.detach().clone() for weight in trainer.model.chunks[0].parameters()]
+        now = [weight.detach().numpy().copy() for weight in trainer.model.chunks[0].parameters()]
         before = self.weights.setdefault(trainer.step, now)
-        assert all(map(torch.equal, now, before)), trainer.step
+        assert all(map(np.array_equal, now, before)), trainer.step
 
     def check(self, promised: Any, *, has_lied: bool = False) -> None:
         trainer = Trainer(self.config, torch.device("cpu"))
@@ -323,7 +347,7 @@ class Checkpoints(Scene):
 class BucketCheckpoints(Checkpoints):
     """The same in a bucket."""
 
-    out_dir = f"{SCHEME}://runs/one"
+    is_remote = True
 
 
 SCENES: tuple[type[Scene], ...] = (
