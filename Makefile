@@ -56,7 +56,7 @@ fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from wh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tools/fuzz/run.py $(FUZZ)
 
-crash: $(STAMP)  ## a disk and a bucket that fail or lie at every operation of all that writes; goes on where it was ended (CRASH="--again" or names of scenes)
+crash: $(STAMP)  ## a disk and a bucket that fail or lie at every operation of all that writes, and 1,000 SIGKILLs; goes on where it was ended (CRASH="--kills", "--again" or names of scenes)
 	$(BIN)/python tools/crash.py $(CRASH)
 
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not

@@ -92,10 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Known errors are one message, not a traceback.
     """
-    logging.basicConfig(
-        level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(),
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Not that of all logs: at DEBUG, botocore's have session tokens.
+    logging.getLogger("streammega").setLevel(os.environ.get("STREAMMEGA_LOG", "WARNING").upper())
     name_files_on_bus_error()
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)

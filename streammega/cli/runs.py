@@ -66,7 +66,7 @@ def train(
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
     from streammega.train.__main__ import main as train_main
 
-    logging.getLogger().setLevel(logging.INFO)
+    logging.getLogger("streammega").setLevel(logging.INFO)
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 

@@ -1,13 +1,15 @@
 """Secrets are kept out of messages, logs, reports, and files with the places of data.
 
-What a URL carries (a password, a signature, a token) is known by its form: `redact_urls`, which
-every error applies to its own message. What `storage_options` carry is known by their names:
-`redact`, where a library's words enter a message.
+What a URL or a header carries (a password, a signature, a token) is known by its form: `redact_urls`,
+which every error applies to its own message. What `storage_options` carry is known by their names:
+`redact`. `redact_answer` does so for the variables of clients too, where the words of a server or
+of a library enter a message.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -32,7 +34,7 @@ _USER_INFO = re.compile(
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
 """In URLs of these schemes, the text before the @ is the name of a container."""
 _SIGNATURES = (
-    r"sig|[\w-]*signature|x-(?:amz|goog|oss)-(?:credential|security-token)"
+    r"sig|[\w-]*signature|(?:x-(?:amz|goog|oss)-)?credential|x-(?:amz|goog|oss)-security-token"
     r"|AccountKey|(?:OSS|AWS)AccessKeyId|GoogleAccessId"
 )
 _SECRET_WORDS = r"token|secret|passw|credential|api-?_?key|access-?_?key|auth|session"
@@ -42,6 +44,15 @@ _QUERY = re.compile(
         [^&;\s'"<>]*[^&;\s'"<>:,.)]""",
     re.I | re.X,
 )
+_HEADER = re.compile(
+    r"""((?:authorization|cookie|x-[\w-]*-token)['"]?\s*:\s*b?['"]?(?:(?:bearer|basic|oss|aws)\s+)?)
+        [^\s'"<>,]+""",
+    re.I | re.X,
+)
+_ELEMENT = re.compile(r"(<\w*(?:token|secret)[\w-]*>)[^<]+", re.I)
+"""In answers: S3 repeats a token that has expired."""
+_PROCESS = re.compile(r"(credentials from custom-process: ).*", re.S)
+"""botocore's words for a `credential_process` that failed, before all that it has printed."""
 _WEB_QUERY = re.compile(r"""(https?://[^\s?'"<>]+)\?[^\s'"<>)\]]*""")
 _SECRET_NAME = re.compile(
     rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie"
@@ -61,6 +72,10 @@ _PUBLIC = frozenset(
     )
 )
 """Fields of a mapping of credentials that are not secret. Some may be names of buckets or projects."""
+_CLIENTS = ("AWS_", "OSS_", "ALIBABA_CLOUD_", "AZURE_", "GOOGLE_")
+"""Beginnings of the variables that clients of stores read."""
+_PLACES = ("_FILE", "_URI", "_URL", "_DIR", "_PATH", "_NAME", "_CREDENTIALS")
+"""Ends of variables that name a place, and hold no secret themselves."""
 _KEYWORDS = frozenset(
     (
         "anon",
@@ -79,12 +94,15 @@ _KEYWORDS = frozenset(
 
 
 def redact_urls(text: str) -> str:
-    """`text` without the passwords, signatures and tokens of URLs in it."""
-    # These checks are quick, and most texts have neither.
+    """`text` without the passwords, signatures and tokens of URLs and headers in it."""
+    # These checks are quick, and most texts have none.
     if "://" in text:
         text = _USER_INFO.sub(_without_user, text)
     if "=" in text:
         text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    if ":" in text:
+        for pattern in (_HEADER, _ELEMENT, _PROCESS):
+            text = pattern.sub(rf"\1{HIDDEN}", text)
     return text
 
 
@@ -98,6 +116,16 @@ def _without_user(match: re.Match[str]) -> str:
 def redact(text: str, options: Mapping[str, Any]) -> str:
     """`text` without the secrets of URLs, and without the values of secret options in any spelling."""
     return redaction_of(options)(text)
+
+
+def redact_answer(text: str, options: Mapping[str, Any]) -> str:
+    """`redact`, and without the secrets that the clients of stores take from the environment."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_CLIENTS) and not name.endswith(_PLACES)
+    }
+    return redact(text, {**environment, **options})
 
 
 def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:

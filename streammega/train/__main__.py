@@ -20,8 +20,6 @@ from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer
 from streammega.train.watchdog import Watchdog
 
-log = logging.getLogger(__name__)
-
 TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
 
 
@@ -130,9 +128,8 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     """
     rank = os.environ.get("RANK", "0")
     level = logging.INFO if rank == "0" else logging.WARNING
-    logging.basicConfig(level=level, format=f"[{rank}] %(message)s", stream=sys.stderr)
-    # It logs at each start where it found credentials.
-    logging.getLogger("botocore").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s", stream=sys.stderr)
+    logging.getLogger("streammega").setLevel(level)
     if not arguments or arguments[0] in ("-h", "--help"):
         usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
         print(f"usage: {usage}\n\n{__doc__}")

@@ -27,10 +27,10 @@ from streammega.errors import (
     ObjectNotFoundError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact
+from streammega.errors.redaction import redact, redact_answer
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
-from streammega.storage.backends.s3_options import S3_OPTIONS
+from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
@@ -303,6 +303,8 @@ class FsspecStore(RemoteStore):
             )
             limits = {"timeout": timeout}
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})
+        if self.scheme == "s3":
+            s3_endpoint(self.root, self._config.storage_options)
         try:
             driver = _driver_class(self.scheme)
             # Checked beforehand: a driver that lacks an argument raises again when it is collected.
@@ -321,7 +323,7 @@ class FsspecStore(RemoteStore):
             limit = explain_fd_limit(error)
             if limit:
                 raise EndpointError(f"{self.scheme}://: {limit}") from None
-            reason = redact(str(error), self._config.storage_options)
+            reason = redact_answer(str(error), self._config.storage_options)
             raise ConfigError(f"{self.scheme}://: storage_options do not fit: {reason}") from None
 
     def _error(self, key: str, error: BaseException) -> BaseException:
@@ -347,7 +349,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
     if cause is not None and (status_of(cause) or is_of_network(cause)):
         error = cause
     name = type(error).__name__
-    text = redact(f"{name}: {error}".splitlines()[0], options)
+    text = redact_answer(f"{name}: {error}".splitlines()[0], options)
     status = status_of(error)
     if status:
         return failure_of_status(url, status, text)

@@ -24,7 +24,7 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact, redaction_of
+from streammega.errors.redaction import redact_answer, redaction_of
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
@@ -322,7 +322,7 @@ class ObstoreStore(RemoteStore):
             limit = explain_fd_limit_of_connection(error)
             if limit:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
-            reason = redact(str(error).splitlines()[0], self._config.storage_options)
+            reason = redact_answer(str(error).splitlines()[0], self._config.storage_options)
             raise ConfigError(f"{self.url('')}: storage_options do not fit: {reason}") from None
 
     def _s3_arguments(self) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class ObstoreStore(RemoteStore):
             return error
         message = str(error)
         lines = message.splitlines() or [type(error).__name__]
-        text = redact(lines[0], self._config.storage_options)
+        text = redact_answer(lines[0], self._config.storage_options)
         url = self.url(key)
         # All that the server said: codes may be in later lines.
         answer = message.partition(_DEBUG_DUMP)[0]
@@ -342,7 +342,7 @@ class ObstoreStore(RemoteStore):
             return RangesRefused(f"{url}: {text}")
         status = _STATUS.search(text)
         if status:
-            answer = redact(answer, self._config.storage_options)
+            answer = redact_answer(answer, self._config.storage_options)
             return failure_of_status(url, int(status[1]), answer)
         if isinstance(error, FileNotFoundError):
             return missing(url)

@@ -20,7 +20,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
-from streammega.storage.backends.s3_options import CREDENTIALS_LAST, client_options
+from streammega.storage.backends.s3_options import CREDENTIALS_LAST, client_options, is_http_url
 from streammega.storage.http_errors import truncated
 from streammega.storage.store import ObjectWriter
 
@@ -119,9 +119,10 @@ def oss_endpoint(
                 f"OSS_ENDPOINT"
             )
         endpoint = f"oss-{region}{_ALIYUN}"
-    parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
+    endpoint = endpoint if "://" in endpoint else f"https://{endpoint}"
+    parts = urlsplit(endpoint)
     more_than_host = parts.username or parts.query or parts.path not in ("", "/")
-    if parts.scheme not in ("http", "https") or not parts.hostname or more_than_host:
+    if not is_http_url(endpoint) or more_than_host:
         raise ConfigError(
             f"oss://{bucket}: the endpoint is no http(s) host; it is given like "
             f"'https://oss-cn-hangzhou.aliyuncs.com', without a path or a user"

@@ -15,7 +15,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StorageError, StreammegaError
-from streammega.errors.redaction import redact
+from streammega.errors.redaction import redact, redact_answer
 from streammega.storage.backends.oss import INSTALL, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
@@ -145,7 +145,7 @@ class Oss2Store(RemoteStore):
             return error
         url = self.url(key)
         status = int(getattr(error, "status", 0) or 0)
-        text = redact(_summary(error), self._config.storage_options)
+        text = redact_answer(_summary(error), self._config.storage_options)
         if status > 0:
             return failure_of_status(url, status, text)
         # OSError: errors of `requests` in the middle of a body.

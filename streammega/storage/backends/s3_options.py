@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
+from streammega.errors.redaction import redact_answer
 from streammega.storage.backends.remote import CONNECT_TIMEOUT
 
 CREDENTIALS_LAST = timedelta(minutes=10)
@@ -55,9 +57,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     config_kwargs = options.get("config_kwargs") or {}
     style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
     settings = _late_session(options, with_handlers=False)
-    endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
-    if not endpoint:
-        endpoint = _endpoint_of(settings)
+    endpoint = s3_endpoint(bucket, options, settings)
     region = client_kwargs.get("region_name")
     # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
@@ -129,6 +129,39 @@ def _late_session(options: Mapping[str, Any], *, with_handlers: bool) -> Callabl
     return session
 
 
+def s3_endpoint(
+    bucket: str, options: Mapping[str, Any], session: Callable[[], Any] | None = None
+) -> str | None:
+    """The endpoint in the options, or else in the user's AWS configuration, if there is one.
+
+    Raises ConfigError, without the endpoint: it may hold a password. Clients would end the process,
+    or repeat it.
+    """
+    client_kwargs = options.get("client_kwargs") or {}
+    endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
+    if not endpoint:
+        endpoint = _endpoint_of(session or _late_session(options, with_handlers=False))
+    _check_endpoint(f"s3://{bucket}", endpoint)
+    return endpoint
+
+
+def _check_endpoint(url: str, endpoint: str | None) -> None:
+    if endpoint and not is_http_url(endpoint):
+        raise ConfigError(
+            f"{url}: the endpoint is no URL like 'https://host:9000'; write it so, and in its "
+            f"password %2F for '/', %40 for '@' and so on"
+        )
+
+
+def is_http_url(text: str) -> bool:
+    """Whether clients accept it as a URL with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port, or of brackets
+        return False
+
+
 def _endpoint_of(session: Callable[[], Any]) -> str | None:
     """The endpoint in the user's AWS configuration, if there is one."""
     # The same variables as in botocore, in its order.
@@ -178,8 +211,13 @@ def _credential_provider(
 
     def provide() -> dict[str, Any]:
         """The current credentials, in the form of obstore."""
-        # botocore refreshes here when they are about to expire.
-        frozen = credentials.get_frozen_credentials()
+        try:
+            # botocore refreshes here when they are about to expire.
+            frozen = credentials.get_frozen_credentials()
+        except Exception as error:
+            # obstore prints the traceback.
+            reason = redact_answer(f"{type(error).__name__}: {error}", options)
+            raise AccessDeniedError(f"s3://{bucket}: {reason}") from None
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -222,6 +260,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     elif token and token not in _DEFAULT_TOKENS:
         options["application_credentials"] = str(token)
     endpoint = str(options.get(endpoint_option) or "")
+    _check_endpoint(f"{scheme}://", endpoint)
     return {
         "config": options,
         "client_options": client_options(config, endpoint, client_kwargs),
