@@ -285,7 +285,7 @@ def commands(
         train={"train_iters": 2, "save_interval": 1, "out_dir": f"{root}/run"},
         **{
             "data.storage": settings | {"cache_dir": f"{folder}/pages"},
-            "data.storage.storage_options": options,
+            "data.storage.storage_options": dict(options),
         },
     )
     texts = write_jsonl(folder / "in.jsonl", ["some text"] * 9)
@@ -368,7 +368,7 @@ def run_commands(
     if source not in GOOD:
         calls = [words for words in calls if words[0] in ("verify", "convert", "prepare")]
     log = str(world.written / f"log-{root.partition('://')[2].partition('/')[0]}")
-    arguments = (world.environment(host) | environment, log, calls)
+    arguments = ({**world.environment(host), **environment}, log, calls)
     return list(Child(in_a_process_of_its_own, *arguments, method="forkserver").join())
 
 
@@ -482,7 +482,7 @@ def test_objects_errors_and_metrics_show_no_secret(world: World) -> None:
     (world.written / "tmp").mkdir()
     commands(world, f"s3://{bucket}", options, "obstore")  # writes the files of settings
     sent = world._replace(stored=S3(world.stored.endpoint))  # without a client
-    arguments = (sent, world.environment(host) | environment, f"s3://{bucket}")
+    arguments = (sent, {**world.environment(host), **environment}, f"s3://{bucket}")
     Child(use_the_library, *arguments, method="forkserver").join()
     assert b"AccessDeniedError" in (world.written / "shown").read_bytes()
     check_nothing_shows(world, bucket)
