@@ -61,7 +61,9 @@ class Readers(NodeCaches):
 
     def run_process(self, number: int) -> None:
         state_file = self.disk / f"state-{number}.json"
-        saved = json.loads(state_file.read_text()) if state_file.exists() else {"bytes": 0}
+        saved: dict[str, Any] = {"bytes": 0}
+        if state_file.exists():
+            saved = json.loads(state_file.read_text())
         config = self.config(order="stream" if number == 1 else "megatron")
         with (
             StreamLoader(config, micro_batch_size=5, global_batch_size=5) as loader,
@@ -300,7 +302,7 @@ class Child:
     @property
     def is_killed(self) -> bool:
         """Whether SIGKILL ended it."""
-        return self._process.exitcode == -signal.SIGKILL
+        return bool(self._process.exitcode == -signal.SIGKILL)
 
     def join(self) -> Any:
         """What the function returned; None if it was killed. Raises AssertionError with the text of
