@@ -23,6 +23,7 @@ from streammega.dataset.idx import CODE_OF_DTYPE
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
+from streammega.storage.open import escapes_folder
 from streammega.storage.thread_pool import parallel_map
 
 FORMAT = "streammega-manifest"
@@ -347,7 +348,8 @@ def _check(manifest: Manifest, url: str) -> None:
         )
     # Names become paths. One that leads elsewhere could make readers and writers touch other files.
     leads_elsewhere = any(
-        "/" in shard.name or shard.name in ("", "..") for shard in manifest.shards
+        "/" in shard.name or "\0" in shard.name or not shard.name or escapes_folder(shard.name)
+        for shard in manifest.shards
     )
     if manifest.origins is not None and len(manifest.origins) != len(manifest.shards):
         raise FormatError(

@@ -243,6 +243,11 @@ def join_url(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}"
 
 
+def escapes_folder(name: str) -> bool:
+    """Whether `join_url(folder, name)` may lead out of the folder; %2F is a slash in some URLs."""
+    return name.startswith("/") or ".." in unquote(name).split("/")
+
+
 def parent_url(url: str) -> str:
     """The folder of a URL or path."""
     return url.rstrip("/").rpartition("/")[0]

@@ -623,9 +623,10 @@ def test_a_packed_shard_may_be_larger_than_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("names-in-folder")
-@pytest.mark.parametrize("inside", ["../{}", "sub/../../{}", "{folder}/{}"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("inside", ["../{}", "sub/../../{}", "{folder}/{}", "..%2F{}"])
 def test_an_index_that_names_files_outside_of_its_folder_is_refused(
-    inside: str, tmp_path: Path
+    inside: str, scheme: str, tmp_path: Path
 ) -> None:
     write_litdata(tmp_path / "in", ["str"], [b"text"])
     (tmp_path / "in/chunk.bin").rename(tmp_path / "chunk.bin")
@@ -634,7 +635,7 @@ def test_an_index_that_names_files_outside_of_its_folder_is_refused(
     name = inside.format("chunk.bin", folder=tmp_path)
     index.write_text(index.read_text().replace('"chunk.bin"', json.dumps(name)))
     with pytest.raises(ConvertError, match="which is outside of the folder"):
-        convert_bytes(tmp_path / "out", tmp_path / "in")
+        convert_bytes(tmp_path / "out", f"{scheme}{tmp_path}/in")
 
 
 @pytest.mark.parametrize(

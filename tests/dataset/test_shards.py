@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.storage.seekable_zstd import MAX_FRAME_BYTES
-from tests.support.builders import KINDS, write_random_pair
+from tests.support.builders import KINDS, write_manifest, write_random_pair
 from tests.support.typed import map_style
 
 
@@ -355,11 +356,26 @@ def test_a_manifest_without_shards_is_no_dataset(sets: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.guarantee("names-in-folder")
-def test_a_manifest_names_nothing_outside_of_its_folder(sets: Path, tmp_path: Path) -> None:
-    text = (sets / "bin.manifest.json").read_text().replace('"bin-00000', '"../bin-00000')
-    (tmp_path / "bin.manifest.json").write_text(text)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize(
+    "name",
+    ["../pair", "{folder}/pair", "x/../../pair", "..%2Fpair", "%2e%2e%2fpair", "..", "", "a\0b",
+     "file://{folder}/pair", "s3://other/pair", "s3:/pair"],
+)  # fmt: skip
+def test_a_manifest_names_nothing_outside_of_its_folder(
+    sets: Path, tmp_path: Path, scheme: str, name: str
+) -> None:
+    (tmp_path / "set").mkdir()
+    for path in sets.glob("pair.*"):
+        shutil.copy(path, tmp_path)
+    write_manifest(tmp_path / "pair", ["pair"])
+    manifest = tmp_path / "set" / "x.manifest.json"
+    text = (tmp_path / "pair.manifest.json").read_text()
+    name = name.format(folder=tmp_path)
+    manifest.write_text(text.replace('"name": "pair"', f'"name": {json.dumps(name)}'))
+    assert json.loads(manifest.read_text())["shards"][0]["name"] == name
     with pytest.raises(FormatError, match="outside of its folder"):
-        IndexedDataset(str(tmp_path / "bin.manifest.json"))
+        IndexedDataset(f"{scheme}{manifest}")
 
 
 def test_a_suffix_says_of_what_kind_a_shard_is() -> None:

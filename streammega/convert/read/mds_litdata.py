@@ -19,9 +19,10 @@ from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import decompress
 from streammega.convert.read.fields import MISSING, first_value
-from streammega.convert.read.source import Input, Slice, Source, escapes_folder
+from streammega.convert.read.source import Input, Slice, Source
 from streammega.errors import ConvertError
 from streammega.storage.file_system import open_file
+from streammega.storage.open import escapes_folder
 
 # The numbers by which litdata knows dtypes of integers: no others are token ids.
 LITDATA_TORCH = {

@@ -134,11 +134,6 @@ class Source:
         self.skipped.add(kind, message, count)
 
 
-def escapes_folder(name: str) -> bool:
-    """Whether a name in an archive or index leads out of its folder."""
-    return name.startswith("/") or ".." in name.split("/")
-
-
 def too_large(where: str, options: ConvertOptions) -> str:
     """The message for a record that is larger than max_record_bytes."""
     return (

@@ -32,13 +32,13 @@ from streammega.convert.read.source import (
     GLOB_CHARS,
     LongLine,
     Source,
-    escapes_folder,
     read_lines,
     too_large,
 )
 from streammega.convert.read.text import BYTE_ORDER_MARK, JSON_LINES_SUFFIXES, JSON_SUFFIXES
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.words import in_one_line
+from streammega.storage.open import escapes_folder
 
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
