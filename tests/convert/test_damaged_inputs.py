@@ -284,6 +284,7 @@ def test_a_limit_needs_faults_to_be_skipped(
     assert "more than max_errors (--max-errors) 5" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("sizes-before-memory")
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_a_few_bytes_that_become_many_come_in_pieces(suffix: str) -> None:
     bomb = PACKERS[suffix](bytes(200 << 20))
@@ -335,6 +336,7 @@ def test_rows_that_pyarrow_leaves_out_are_a_fault(tmp_path: Path) -> None:
     assert report.dropped == {"unreadable row": 2}
 
 
+@pytest.mark.guarantee("sizes-before-memory")
 @pytest.mark.parametrize(
     "header",
     [
@@ -387,6 +389,7 @@ def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound
     assert made(tmp_path) == [*(text.decode() for text in texts[:sound]), "other"]
 
 
+@pytest.mark.guarantee("sizes-before-memory")
 def test_a_dictionary_of_xz_that_claims_gigabytes_is_refused(tmp_path: Path) -> None:
     packed = lzma.compress(b"\n".join(LINES), lzma.FORMAT_ALONE)
     path = tmp_path / "a.jsonl.lzma"

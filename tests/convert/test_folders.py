@@ -543,7 +543,7 @@ def archive(path: Path, members: list[tuple[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.mark.guarantee("everything-found-below")
+@pytest.mark.guarantee("everything-found-below", "names-in-folder")
 def test_members_of_archives_that_are_no_documents_are_counted(tmp_path: Path) -> None:
     members: list[tuple[str, Any]] = [
         ("0.txt", b"text"), ("0.jpg", b"x"), ("1.jpg", b"x"), ("2.txt", tarfile.SYMTYPE.decode()),

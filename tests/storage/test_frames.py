@@ -79,6 +79,7 @@ def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
     assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
 
 
+@pytest.mark.guarantee("sizes-before-memory")
 def test_a_frame_that_claims_gigabytes_is_refused_before_they_are_allocated() -> None:
     sizes = np.array([[9, 100], [9, 3 << 30]], "<u4")
     body = sizes.tobytes() + seekable_zstd.FOOTER.pack(2, 0, seekable_zstd.SEEKABLE)
@@ -98,6 +99,7 @@ def test_a_damaged_frame_is_named_by_its_place() -> None:
     assert shown(frames, stored, 0, 40_001) == whole[:40_001]
 
 
+@pytest.mark.guarantee("sizes-before-memory")
 def test_a_frame_whose_header_claims_gigabytes_is_named_without_them() -> None:
     frame = bytearray(zstandard.compress(content(300)))
     assert frame[4:7] == b"\x60\x2c\x00", "one segment, and its size in two bytes"
