@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.loading.device_prefetch import wait_on_stream
 from streammega.order.sharding import zigzag_bounds
@@ -123,6 +123,8 @@ class PendingBatch:
     """The broadcast of the message; None: the group has no other rank."""
     batch: RankBatch | None = None
     event: Any = None
+    error: StreammegaError | None = None
+    """Why its fields cannot be made."""
 
 
 class BatchBroadcast:
@@ -182,7 +184,10 @@ class BatchBroadcast:
         return not self.is_shared and (not self._reads or self._loader.ready)
 
     def start(self) -> PendingBatch:
-        """Take the next micro-batch and begin to send it. Raises StopIteration after the last."""
+        """Take the next micro-batch and begin to send it. Raises StopIteration after the last.
+
+        Where its fields cannot be made, `finish` raises the error: the cursor is behind it already.
+        """
         raw: Batch | None = None
         if self._reads:
             raw = self._loader.take()
@@ -193,8 +198,16 @@ class BatchBroadcast:
         # the position of its own samples: the cursor may already be in the next phase
         position = consumed - dataset.step_samples
         pending = PendingBatch(consumed, self._spec_of(dataset.sequence_length_at(position)))
-        if not self._fields:
-            return pending
+        if self._fields:
+            try:
+                self._begin(pending, raw, position)
+            except StreammegaError as error:
+                pending.error = error
+        return pending
+
+    def _begin(self, pending: PendingBatch, raw: Batch | None, position: int) -> None:
+        """Begin to send a micro-batch, or make its fields where no other rank needs it."""
+        dataset = self._loader.dataset
         # every rank computes the joins from the order, so no message contains them
         if dataset.config.sample_joins != "keep":
             pending.joins = joins_of_config(dataset.sample_joins(position), dataset.config)
@@ -202,17 +215,18 @@ class BatchBroadcast:
             assert raw is not None
             ids, valid = raw["ids"], raw["valid"]
             pending.batch = self._derive(pending, ids, valid, raw.get("learned"))
-            return pending
+            return
         counts = self._broadcast_document_counts(pending, raw) if self._sends_counts else None
         if self._stream is not None:
             self._start_on_device(pending, raw, counts)
         else:
             pending.message = self._make_message(pending.spec, raw)
             pending.work = self._broadcast(pending.message)
-        return pending
 
     def finish(self, pending: PendingBatch) -> RankBatch:
-        """Wait for a micro-batch and return its fields."""
+        """Wait for a micro-batch and return its fields. May be called again after an error."""
+        if pending.error is not None:
+            raise pending.error
         if pending.event is not None:
             assert pending.batch is not None
             wait_on_stream(pending.batch, pending.event, self._device)

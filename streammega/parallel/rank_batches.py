@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ class RankBatches:
 
     `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then
     begins the next pass. With a loader for evaluation `iter` begins at the first sample, by the rule
-    of StreamLoader. A storage error is raised when its micro-batch is due, and the following `next`
-    tries again. If the loader itself is moved, `next` raises StateError.
+    of StreamLoader. An error is raised when its micro-batch is due, and the following `next` tries
+    again. If the loader itself is moved, `next` raises StateError.
 
     Args:
         loader, ranks, device, every_stage: as in get_batch.
@@ -152,8 +153,9 @@ class RankBatches:
         self._start(1)
         if not self._pending:
             raise StopIteration
-        pending = self._pending.popleft()
+        pending = self._pending[0]
         batch = self._broadcast.finish(pending)
+        self._pending.popleft()
         self._consumed = pending.consumed
         self._start_ready()
         return batch
@@ -211,7 +213,8 @@ class RankBatches:
         move()
         for pending in self._pending:
             # every rank has started its message, so this rank has to receive it
-            self._broadcast.finish(pending)
+            with suppress(StreammegaError):
+                self._broadcast.finish(pending)
         self._pending.clear()
         self._exhausted = False
         self._failed = None

@@ -480,6 +480,40 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
         assert not loader.ready
 
 
+def check_a_bad_micro_batch_is_not_passed_over(config: DataConfig, layout: ParallelLayout) -> None:
+    """The vocabulary has the ids of the first micro-batches, and not those of the next one."""
+    largest = [
+        max(int(field.max()) for name, field in batch.items() if name in ("tokens", "labels"))
+        for batch in expected(config, 0, 1, 20)
+    ]
+    good = next(number for number in range(1, 20) if largest[number] > max(largest[:number]))
+    config = replace(config, vocab_size=max(largest[:good]) + 1)
+    ranks = Ranks(layout)
+    with open_loader(config, ranks, **SIZES) as loader:
+        batches = RankBatches(loader, ranks, ahead=2)
+        for _ in range(good):
+            next(batches)
+        batches.prepare()
+        for _ in range(2):
+            with pytest.raises(FormatError, match="outside of the vocabulary"):
+                next(batches)
+        assert batches.consumed_samples == good * MICRO
+        batches.close()
+        with pytest.raises(FormatError, match="outside of the vocabulary"):
+            next(batches)
+
+
+def test_a_bad_micro_batch_is_not_passed_over(config: DataConfig) -> None:
+    check_a_bad_micro_batch_is_not_passed_over(config, ParallelLayout())
+
+
+@on_ranks(2)
+def test_a_bad_micro_batch_is_not_passed_over_by_ranks_that_share_messages(
+    rank: int, config: DataConfig
+) -> None:
+    check_a_bad_micro_batch_is_not_passed_over(config, ParallelLayout(tp=2))
+
+
 def test_an_error_of_reading_ahead_waits_for_the_micro_batches_before_it(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
