@@ -117,8 +117,7 @@ class Engine:
         self._begin()
         try:
             while True:
-                wait_began = time.perf_counter()
-                group = self._next_group()
+                group, waited = self._next_group()
                 if isinstance(group, BaseException):
                     try:
                         raise group
@@ -127,7 +126,6 @@ class Engine:
                 if group is None:
                     return
                 arrived = time.perf_counter()
-                waited = arrived - wait_began
                 num_batches = len(group.consumed)
                 self.stats.group_delivered(num_batches, waited)
                 first = 0
@@ -161,11 +159,17 @@ class Engine:
             # the error is raised when its own micro-batch is the first
             return self._assembler.assemble(group, first, first + 1)
 
-    def _next_group(self) -> ReadyGroup | BaseException | None:
-        """Wait for the next group. Polls, because a blocking `queue.get` delays Ctrl-C."""
+    def _next_group(self) -> tuple[ReadyGroup | BaseException | None, float]:
+        """The next group, and the seconds waited for it: 0 if it was ready.
+
+        Polls, because a blocking `queue.get` delays Ctrl-C.
+        """
+        with contextlib.suppress(queue.Empty):
+            return self._ready.get_nowait(), 0.0
+        began = time.perf_counter()
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=POLL_SECONDS)
+                return self._ready.get(timeout=POLL_SECONDS), time.perf_counter() - began
 
     def _begin(self) -> None:
         """Start the threads."""

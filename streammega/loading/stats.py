@@ -105,7 +105,7 @@ class Stats:
         return self.staged_bytes + running
 
     def group_delivered(self, batches: int, seconds: float) -> None:
-        """Count the seconds that the caller waited for a group of batches."""
+        """Count the seconds that the caller waited for a group of batches: 0 if it was ready."""
         self.wait += seconds
         self.waits.append(seconds)
         # all of them are ready together with the first

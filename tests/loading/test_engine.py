@@ -685,6 +685,18 @@ def test_a_caller_that_makes_fields_does_not_wait(
     assert stats["wait_total"] == stats["stall_share"] == 0
 
 
+def test_a_call_that_finds_a_batch_ready_counts_no_wait(config: DataConfig) -> None:
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4) as loader:
+        batches = iter(loader)
+        next(batches)
+        waited = loader.stats()["wait_total"]
+        for _ in range(200):
+            while not loader.ready:
+                time.sleep(0.001)
+            next(batches)
+        assert loader.stats()["wait_total"] == waited
+
+
 @pytest.mark.guarantee("7-stores-datasets")
 def test_a_forked_child_reads_by_itself(server: Running, tmp_path: Path) -> None:
     """A dataset used before a fork (as torch's workers are made) works in the child."""

@@ -355,6 +355,36 @@ def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_re
         made.close()
 
 
+def test_a_straggler_is_sent_again_although_nobody_waits_and_few_answers_come() -> None:
+    """As for a caller that takes less than the storage gives: its batches are ready for a while."""
+    gate = threading.Event()
+    asked: list[int] = []
+
+    def act(start: int) -> None:
+        if start:
+            asked.append(start)
+            assert gate.wait(20)
+
+    store: Any = Recorded(act)
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
+    quick = [one_read(store, n, SIZE) for n in range(100)]
+    slow = one_read(store, "slow", SIZE, start=SIZE)
+    try:
+        made.submit(quick)
+        made.wait(quick)
+        made.release(quick)
+        made.submit([slow])
+        for number in range(30):
+            if len(asked) == MAX_COPIES:
+                break
+            time.sleep(0.03)
+            made.submit([one_read(store, f"later{number}", SIZE)])
+        assert len(asked) == MAX_COPIES
+    finally:
+        gate.set()
+        made.close()
+
+
 @pytest.mark.guarantee("429-503-halve")
 def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     """A third of all answers are slow: without the bound each of them would be asked for again."""

@@ -144,8 +144,8 @@ def imports_only(a: Result) -> Result:
 
 
 def paced(a: Result) -> Result:
-    """A consumer that asks at a share of the bandwidth measured before; what it waited after a
-    warm-up.
+    """A consumer that asks at a share of the bandwidth measured before: what it waited after a
+    warm-up, and by how much its own sleeps were too long.
     """
     import streammega as sm
 
@@ -154,6 +154,7 @@ def paced(a: Result) -> Result:
     due = 0.0
     warm = 0.0
     waits = [0.0]
+    overslept = 0.0
     end = a["warmup_seconds"] + a["seconds"]
     with loader:
         began = time.perf_counter()
@@ -168,11 +169,17 @@ def paced(a: Result) -> Result:
                 warm = warm or loader.stats()["wait_total"]
                 waits.append(now - called_at)
             due = max(due, called_at) + step
-            time.sleep(max(0.0, due - time.perf_counter()))
+            if due > time.perf_counter():
+                time.sleep(max(0.0, due - time.perf_counter()))
+                overslept = max(overslept, time.perf_counter() - due)
         stats = loader.stats()
     # what the loader waited for data, without the call itself
     waited = stats["wait_total"] - warm
-    return {"stall_share": waited / a["seconds"], "worst": max(waits)}
+    return {
+        "stall_share": waited / a["seconds"],
+        "worst": max(waits),
+        "overslept": overslept,
+    }
 
 
 # --- megatron-core ------------------------------------------------------------------------------------------------------------

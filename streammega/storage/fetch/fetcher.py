@@ -34,9 +34,7 @@ from streammega.storage.retry import RetryPolicy, take_refusals
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 HEDGE_SECONDS = 0.02
-"""Seconds between two searches for stragglers during `wait`."""
-HEDGE_ANSWERS = 64
-"""Answers between two searches at other times."""
+"""Seconds between two searches for stragglers."""
 CLOSE_TIMEOUT = 5.0
 """Seconds that `close` waits for requests in flight. Slower threads end later, by themselves."""
 MIN_WAIT = 0.001
@@ -77,7 +75,7 @@ class Fetcher:
         # By id, in the order that they were sent, so that hedging looks at the oldest first.
         self._in_flight: dict[int, RangeRequest] = {}
         self._missing = 0  # groups that are waited for
-        self._hedged_at = 0  # requests that had been sent when stragglers were searched for last
+        self._hedged_at = -math.inf  # when stragglers were searched for last
         _live.add(self)
 
     def submit(self, groups: Sequence[FetchGroup]) -> None:
@@ -313,7 +311,7 @@ class Fetcher:
             if request.group.released:
                 self._free(request.group)
                 self._admit()
-        if self.counters.requests - self._hedged_at >= HEDGE_ANSWERS:
+        if time.monotonic() - self._hedged_at >= HEDGE_SECONDS:
             self._hedge()
 
     # How requests end
@@ -385,16 +383,17 @@ class Fetcher:
 
     def _hedge(self) -> None:
         """Send another copy of requests that take longer than nearly all of their size did."""
-        counters = self.counters
-        self._hedged_at = counters.requests
+        now = time.monotonic()
+        self._hedged_at = now
         if not self.config.hedge_requests or self.flow.pace.interval:
             return
-        now = time.monotonic()
+        counters = self.counters
         straggler_seconds = self.flow.latencies.straggler_seconds()
         for request in list(self._in_flight.values()):
             limit = straggler_seconds.get(request.size_class, math.inf)
             may_repeat = request.copies < MAX_COPIES and not request.done
-            if may_repeat and now - request.sent_at > limit * request.copies:
+            # The third copy follows sooner: the answer has been late for long by then.
+            if may_repeat and now - request.sent_at > limit * (1 + request.copies) / 2:
                 if not can_hedge(counters.hedges, counters.requests):
                     return
                 counters.hedges += 1
