@@ -217,7 +217,7 @@ class DataConfig(FieldsConfig):
     """Changes in the middle of training, in the order of `first_sample`. The settings above are the
     first phase. In the stream order phases past the cursor of a run may still be changed, and more may
     be appended. In the Megatron order each is a run of its own, as with Megatron's phase transitions:
-    docs/orders.md.
+    docs/phases.md.
     """
     follow: FollowConfig | None = None
     """Stream order: take in what is appended to the datasets while the run trains."""
@@ -278,7 +278,7 @@ class DataConfig(FieldsConfig):
     Given as the path of a file of names, one a line; a list of names; either by dataset, as
     {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
-    Lists that begin past the cursor of a run may still be changed: docs/orders.md.
+    Lists that begin past the cursor of a run may still be changed: docs/phases.md.
     """
     sample_joins: Literal["keep", "mask_loss", "separate"] = "keep"
     """Stream order: what to do where a sample joins several runs of tokens, as some do after a phase

@@ -49,7 +49,7 @@ OPEN_BYTES = 128 << 20
 """Bytes of the open blocks of a dataset in all lanes, by default. A single rank holds all of them.
 
 Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
-docs/orders.md.
+docs/orders-measured.md.
 """
 MAX_LANES = 4096
 """Most lanes by default, where blocks are small and the global batch needs no more."""

@@ -591,7 +591,7 @@ def test_a_secret_of_a_phase_is_in_no_repr() -> None:
 
 
 def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "orders.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "phases.md").read_text()
     (code,) = [
         block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "phases" in block
     ]
