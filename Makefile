@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve soak fuzz crash integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve soak fuzz crash mutants integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,10 @@ fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from wh
 crash: $(STAMP)  ## a disk and a bucket that fail or lie at every operation of all that writes, and 1,000 SIGKILLs; goes on where it was ended (CRASH="--kills", "--again" or names of scenes)
 	$(BIN)/python tools/crash.py $(CRASH)
 
+mutants: $(STAMP)  ## changes of the core that no test notices, by cosmic-ray; goes on where it was ended (MUTANTS="--mutants 500 --room order")
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	$(BIN)/python tools/mutants.py $(MUTANTS)
+
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
@@ -83,5 +87,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -44,8 +44,8 @@ class GptShape:
     sequence_length: int
     num_samples: int | None
     """Samples asked for; None: one epoch."""
-    extra_token: bool = True
-    drop_last: bool = True
+    extra_token: bool
+    drop_last: bool
     """Drop the last, partial sample (train and test always do)."""
 
     @property
@@ -87,7 +87,7 @@ class GptShape:
             return False
         last = self.num_samples - self.samples_sans_final_epoch
         per_epoch = (self.tokens_per_epoch - self.extra) // self.sequence_length
-        if not 0 <= last <= per_epoch + 1:
+        if last > per_epoch + 1:
             raise ConfigError(
                 f"{self.num_samples} samples of {self.sequence_length} tokens need {last} samples of the "
                 f"last epoch, which has {per_epoch}: an epoch of {self.tokens_per_epoch} tokens is too "

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from streammega import BucketedDataParallel, ParallelLayout, Ranks
 from streammega.errors import GradientError
-from streammega.gradients.buffers import default_bucket_size, make_buckets
+from streammega.gradients.buffers import default_bucket_size, local_grad, make_buckets
 from streammega.gradients.loss_scale import LossScale
 from tests.support.gang import on_ranks
 
@@ -113,6 +114,16 @@ def test_buckets_follow_the_rules(kinds: list[tuple[int, bool, bool]], bucket_si
 @pytest.mark.parametrize(("dp", "elements"), [(1, 40_000_000), (64, 64_000_000)])
 def test_buckets_are_larger_with_many_ranks(dp: int, elements: int) -> None:
     assert default_bucket_size(dp) == elements
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_summed_yet_is_divided_like_its_parameter(rank: int) -> None:
+    """As that of an embedding whose rows are split over ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0).reshape(4, 2)
+    parameter = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    grad = DTensor.from_local(whole, mesh, [Partial()])
+    assert torch.equal(local_grad(parameter, grad), 2 * whole[2 * rank : 2 * rank + 2])
 
 
 @pytest.mark.guarantee("bucketeddataparallel-ddp-gradients", "gradients-torch-ddp")

@@ -22,7 +22,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    PhaseConfig,
+    StreamingDataset,
+    StreamLoader,
+)
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.gather import Assembler
@@ -410,6 +416,25 @@ def test_blocks_are_held_whole_of_datasets_drawn_most_first(
     assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], (
         "the second is drawn more often"
     )
+
+
+def test_memory_is_planned_for_masks_of_sequences(tmp_path: Path) -> None:
+    """Of ids alone too: which tokens have a loss is gathered with them."""
+    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16, multimodal=True) as writer:
+        for _ in range(100):
+            writer.add_document(np.arange(80), [40, 40], [0, 1])
+    ready_bytes = []
+    for is_masked in (False, True):
+        config = DataConfig(
+            blend=[str(tmp_path / "d")],
+            sequence_length=64,
+            num_samples=(96, 0, 0),
+            mask_loss_by_mode=is_masked,
+            index_cache_dir=tmp_path / "cache",
+        )
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, ids_only=True)
+        ready_bytes.append(plan_reading(loader.dataset.steps, 0, 1 << 26).memory.ready_bytes)
+    assert ready_bytes[0] < ready_bytes[1]
 
 
 def lookahead_with_room(server: Running, cache: Path, samples: int) -> tuple[Lookahead, int]:

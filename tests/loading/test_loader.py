@@ -77,6 +77,13 @@ def stream(config: DataConfig) -> dict[int, bytes]:
     return whole
 
 
+def test_a_loader_that_has_not_begun_has_counted_nothing(config: DataConfig) -> None:
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=GLOBAL) as loader:
+        counted = loader.stats()
+    assert counted.pop("seconds") >= 0
+    assert counted == dict.fromkeys(counted, 0)
+
+
 @pytest.mark.guarantee("stream-layout-global", "2-micro-steps")
 @pytest.mark.parametrize("order", ["megatron", "sequential"])
 def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -> None:

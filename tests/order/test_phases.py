@@ -4,10 +4,11 @@ no token is read twice in an epoch, none is lost, and what comes later changes n
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from streammega.config import PhaseConfig, Segment
 from streammega.errors import ConfigError
 from streammega.kernels.stream import choose
 from streammega.order.epoch_layout import FilePart, StreamDataset
-from streammega.order.epoch_remainder import remainder_of
+from streammega.order.epoch_remainder import EpochRemainder, remainder_of
 from streammega.order.extents import Extents, merge_extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
@@ -438,6 +439,52 @@ def test_golden_phases() -> None:
 
 GOLDEN_DATASETS = [0, 1, 0, 0, 0, 2, 2, 1, 1, 2, 2, 0, 0, 0, 0]
 GOLDEN_STARTS = [60, 169, 380, 180, 390, 220, 560, 188, 308, 117, 280, 420, 59, 890, 470]
+
+
+def some_remainders() -> Iterator[EpochRemainder]:
+    """Of a dataset whose lanes are up to three epochs apart, cut into other samples."""
+    rng = np.random.default_rng(8)
+    for tokens in (901, 906, 1500, 2222, 3001, 4444):
+        parts = [FilePart(file=0, start=0, tokens=tokens), FilePart(file=1, start=7, tokens=333)]
+        order = StreamOrder(
+            datasets=[StreamDataset(parts=parts, itemsize=2)],
+            weights=[1.0],
+            sequence_length=10,
+            extra_token=True,
+            seed=1234,
+            lanes=8,
+            shuffle_block_bytes=100,
+        )
+        layout = order.layout.of_dataset(0)
+        samples = layout.datasets["size"][0]
+        for most in (2, samples // 10, samples // 8, samples // 3):
+            drawn = np.sort(rng.integers(0, most + 1, 8))[:: rng.choice([-1, 1])].copy()
+            drawn[0] += 1
+            rest = remainder_of(layout, None, drawn, length=7, lanes=3)
+            assert rest is not None
+            yield rest
+
+
+@pytest.mark.guarantee("steps-document-seen")
+def test_every_sample_of_a_remainder_is_found_by_its_tokens() -> None:
+    """Also where whole blocks are left of one epoch, and draws of lanes that are behind of others."""
+    for rest in some_remainders():
+        for run in rest.runs(np.arange(rest.samples), 0):
+            place = (int(run["file"]), int(run["start"]), int(run["stop"]))
+            assert run["item"] in rest.samples_with(*place)
+
+
+def test_golden_remainders() -> None:
+    """Changing this is a breaking change: bump STREAM_VERSION, and say so first in the CHANGELOG."""
+    digest = hashlib.sha256()
+    for rest in some_remainders():
+        for column in ("item", "file", "start", "stop"):
+            runs = rest.runs(np.arange(rest.samples), 1)
+            digest.update(np.ascontiguousarray(runs[column], "<i8").tobytes())
+    assert digest.hexdigest() == GOLDEN_REMAINDERS
+
+
+GOLDEN_REMAINDERS = "7556110eea02cee28235047c88c4b798c43912198482d2ba99aead0b1db120bd"
 
 
 def tokens_of(extents: Extents, extra: bool, number: int) -> Counter[tuple[int, int]]:

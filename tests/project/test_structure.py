@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -189,3 +190,11 @@ def test_errors_are_one_documented_tree() -> None:
 def test_command_line_starts_without_torch() -> None:
     code = "import sys, streammega.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'numba')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_mutants_that_are_listed_as_equivalent_are_of_todays_code() -> None:
+    listed = Path(__file__).parent.parent / "support" / "data" / "equivalent_mutants.toml"
+    for mutant in tomllib.loads(listed.read_text())["mutant"]:
+        lines = (ROOT.parent / mutant["file"]).read_text().split("\n")
+        assert mutant["before"] in " ".join(line.strip() for line in lines)
+        assert mutant["reason"].endswith(".")
