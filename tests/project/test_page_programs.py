@@ -19,6 +19,7 @@ import pytest
 
 from streammega.cli.main import main
 from streammega.order.sharding import rank_samples
+from tests.project.test_help import COMMANDS
 from tests.support.builders import write_dataset, write_jsonl, write_tar
 from tests.support.servers import S3
 
@@ -148,6 +149,41 @@ def test_settings_files_of_these_pages_are_toml(page: str) -> None:
     for _, language, body in BLOCK.findall((DOCS / page).read_text()):
         if language == "toml":
             assert tomllib.loads(body)
+
+
+def shell_blocks() -> list[tuple[str, str]]:
+    """The blocks of all pages that are for a shell, by their pages."""
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
+    blocks = [
+        (page.name, language, body)
+        for page in sorted(pages)
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    ]
+    return [
+        (page, body)
+        for page, language, body in blocks
+        if language in ("sh", "bash")
+        or (not language and re.match(r"(streammega|torchrun|make|python|pip) ", body))
+    ]
+
+
+@pytest.mark.guarantee("commands-of-pages")
+@pytest.mark.parametrize(("page", "block"), shell_blocks())
+def test_commands_of_the_pages_have_commands_and_options_that_there_are(
+    page: str, block: str
+) -> None:
+    parsed = subprocess.run(
+        ["bash", "-n", "-c", block], capture_output=True, text=True, check=False
+    )
+    assert parsed.returncode == 0, f"{page}: {parsed.stderr}"
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["streammega"]:
+            typed = [name for name in COMMANDS if " ".join(words[1:]).startswith(name)]
+            assert typed, f"{page}: {line}"
+            options = {name for option in COMMANDS[typed[0]].params for name in option.opts}
+            asked = {word.split("=")[0] for word in words if word.startswith("--")}
+            assert asked <= options, f"{page}: {line}"
 
 
 @pytest.mark.guarantee("comparison-benchmarks")
