@@ -12,7 +12,7 @@ from streammega import errors
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-MESSAGES = re.findall(r"^- `(.+)`$", PAGE, re.M)
+MESSAGES = re.findall(r"^- `(.+)`<br>$", PAGE, re.M)
 VARIABLE = "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -54,5 +54,5 @@ def test_every_class_of_errors_has_its_section() -> None:
 @pytest.mark.guarantee("messages-explained")
 def test_the_page_has_sixty_messages_and_an_answer_to_each() -> None:
     assert len(set(MESSAGES)) >= 60
-    answers = re.findall(r"^- `.+`\n  \S", PAGE, re.M)
+    answers = re.findall(r"^- `.+`<br>\n  \S", PAGE, re.M)
     assert len(answers) == len(MESSAGES)
