@@ -41,6 +41,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "mutants-run"
+TREE = RUN / "tree"
 SESSION = RUN / "session.sqlite"
 EQUIVALENT = ROOT / "tests" / "support" / "data" / "equivalent_mutants.toml"
 
@@ -95,17 +96,14 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=120.0, help="then it ends, to go on later")
     parser.add_argument("--room", choices=ROOMS, action="append", help="these alone")
-    parser.add_argument("--part", default="1/1", help="2/3: of three processes, the second")
     parser.add_argument("--again-survivors", action="store_true", help="with tests of today")
     parser.add_argument("--list", action="store_true", help="only print the table and survivors")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that tests under way are ended
     rooms = arguments.room or list(ROOMS)
     if not arguments.list:
-        part, parts = map(int, arguments.part.split("/"))
-        tree = RUN / f"tree{part}"
-        copy_checkout(tree)
-        os.chdir(tree)
+        copy_checkout()
+        os.chdir(TREE)
         draw_mutants(arguments.mutants)
         for room in rooms:
             for path in ROOMS[room][1]:
@@ -119,14 +117,14 @@ def main() -> None:
         ends = time.monotonic() + 60 * arguments.minutes
         items = [item for item in chosen_items() if room_of(item) in rooms]
         done = finished(again=arguments.again_survivors)
-        for item in [item for item in items if item.job_id not in done][part - 1 :: parts]:
+        for item in [item for item in items if item.job_id not in done]:
             if time.monotonic() > ends:
                 break
             try_mutant(item)
     print_table()
 
 
-def copy_checkout(tree: Path) -> None:
+def copy_checkout() -> None:
     """What git knows and does not ignore; a mutant that an ended run has left goes.
 
     All files get an old time: so bytecode and kernels that were compiled of a mutant, whose file is
@@ -138,11 +136,11 @@ def copy_checkout(tree: Path) -> None:
     )  # fmt: skip
     names = {name for name in listed.stdout.split("\n") if name and (ROOT / name).is_file()}
     for folder in ("streammega", "tests", "tools"):
-        for file in (tree / folder).rglob("*.py"):
-            if str(file.relative_to(tree)) not in names:
+        for file in (TREE / folder).rglob("*.py"):
+            if str(file.relative_to(TREE)) not in names:
                 file.unlink()
     for name in names:
-        source, copy = ROOT / name, tree / name
+        source, copy = ROOT / name, TREE / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
             shutil.copyfile(source, copy)
@@ -352,7 +350,9 @@ def measure_tests(path: str) -> None:
                 for line, contexts in data.contexts_by_lineno(file).items()
             }
         times = json.loads(Path(folder, "times").read_text())
-    measured.write_text(json.dumps({**times, "lines": lines}))
+    tests = [Path(path)] if path.endswith(".py") else Path(path).glob("*.py")
+    files = {str(file): digest_of(file) for file in [*core_files(), *tests]}
+    measured.write_text(json.dumps({**times, "lines": lines, "files": files}))
 
 
 @functools.cache
@@ -364,29 +364,33 @@ def measures_of(path: str) -> Any:
 def order_of_tests(item: Any) -> dict[str, float | None]:
     """The tests of a mutant's room, each with its rank: first those that run its lines.
 
-    None is the rank of tests that neither run them nor start processes that may. Of compiled kernels
-    and of what runs at import nobody knows the tests, so all are tried.
+    None is the rank of tests that neither run them nor start processes that may. Of compiled kernels,
+    of what runs at import, and of files that have changed since, this is not known.
     """
     mutation = item.mutations[0]
-    seconds: dict[str, float] = {}
+    ranks: dict[str, float | None] = {}
     covering: set[str] = set()
-    processes: set[str] = set()
+    can_be_left: set[str] = set()
     for path in ROOMS[room_of(item)][1]:
         measures = measures_of(path)
-        seconds |= measures["seconds"]
-        processes |= set(measures["processes"])
         lines = measures["lines"].get(str(mutation.module_path), {})
         for line in range(mutation.start_pos[0], mutation.end_pos[0] + 1):
             covering |= set(lines.get(str(line), []))
-    is_known = covering and room_of(item) != "kernels"
-    return {
-        test: duration
-        if test in covering
-        else 1000 + duration
-        if not is_known or test in processes
-        else None
-        for test, duration in seconds.items()
-    }
+        ranks |= measures["seconds"]
+        is_same = {
+            file: Path(file).is_file() and digest_of(Path(file)) == was
+            for file, was in measures["files"].items()
+        }
+        if is_same.get(str(mutation.module_path)):
+            can_be_left |= {
+                test for test in measures["seconds"] if is_same.get(test.partition("::")[0])
+            } - set(measures["processes"])
+    if not covering or room_of(item) == "kernels":
+        can_be_left = set()
+    for test, seconds in ranks.items():
+        if test not in covering:
+            ranks[test] = None if test in can_be_left else 1000 + (seconds or 0.0)
+    return ranks
 
 
 def run_tests(
