@@ -164,13 +164,20 @@ class StreamLoader:
         return self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the loader has. Raises StateError while the loader has an iteration."""
+        """What a copy of the loader has. It counts anew, and serves no metrics.
+
+        Raises StateError while the loader has an iteration.
+        """
         if self._running is not None or self._following is not None:
             raise StateError(
                 "a loader cannot be pickled or copied while it has an iteration, which reads ahead; "
                 "call close() first: loader and copy then go on at the cursor. Or pickle state_dict()"
             )
-        return self.__dict__
+        # Counts refer to the fetcher and the caches of the last iteration.
+        return {**self.__dict__, "_stats": None, "_metrics": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _stats=Stats())
 
     def __enter__(self) -> StreamLoader:
         return self

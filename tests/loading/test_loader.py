@@ -4,9 +4,11 @@ step, no leftovers.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -670,3 +672,27 @@ def test_the_golden_sequential_order(tmp_path: Path) -> None:
     assert batches[0]["tokens"].tolist() == [[0, 1, 2, 10, 11, 12], [13, 20, 21, 22, 23, 24]]
     assert batches[1]["tokens"].tolist() == [[30, 31, 32, 33, 34, 35], [40, 41, 42, 43, 44, 45]]
     assert len(batches) == 2
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_a_loader_of_remote_data_is_copied_after_an_iteration(
+    config: DataConfig,
+    s3_storage: StorageConfig,
+    bucket: str,
+    with_cache: bool,
+    tmp_path: Path,
+) -> None:
+    write_dataset(f"s3://{bucket}/pair", [np.arange(2000)], storage=s3_storage)
+    storage = replace(s3_storage, cache_dir=tmp_path / "cache" if with_cache else None)
+    remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=storage)
+    sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 2}
+    with StreamLoader(remote, **sizes, metrics_port=0) as loader:
+        loader.take()
+        loader.close()
+        copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301
+        following = loader.take()
+    for one in copies:
+        assert one.stats()["batches"] == 0, "a copy counts its own batches"
+        with one:
+            assert torch.equal(one.take()["tokens"], following["tokens"])
+        assert one.stats()["batches"] == 1
