@@ -164,7 +164,7 @@ class StreamLoader:
         return self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the loader has. It counts anew, and serves no metrics.
+        """What a copy of the loader has. Its counts begin at 0, and it serves no metrics.
 
         Raises StateError while the loader has an iteration.
         """
