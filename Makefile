@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve soak fuzz crash mutants integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, kille
 	$(PYTEST) -n 2 -m soak --timeout 1800
 	STREAMMEGA_CHECKED=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m "not soak" --timeout 900 tests/kernels tests/loading --ignore tests/kernels/test_warmup.py
 
+soak-long: $(STAMP)  ## an hour at a low rate with outages of two minutes: memory, threads, descriptors and speed stay; goes on where it was ended (SOAK="--hours 8")
+	nice -n 10 $(BIN)/python tools/soak_long.py $(SOAK)
+
 fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from where it was ended (FUZZ="--target idx --seconds 600")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tools/fuzz/run.py $(FUZZ)
@@ -87,5 +90,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run soak-long-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -83,6 +83,9 @@ class MissingShardsError(ObjectNotFoundError):
 class AccessDeniedError(StorageError):
     """The endpoint refused the credentials, or there were none."""
 
+    has_expired = False
+    """Whether the credentials were valid for a time that is over. Renewed ones may be accepted."""
+
 
 class EndpointError(StorageError):
     """The endpoint could not be reached, timed out, or failed."""

@@ -22,8 +22,18 @@ PERMANENT_STATUSES = frozenset((501, 505))
 """Statuses from 500 on after which no other try can: the server does not support the request."""
 PARTIAL_CONTENT = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
+EXPIRED = re.compile(r"ExpiredToken|TokenExpired|TokenRefreshRequired|token.{0,40} expired")
+"""Codes and texts of S3 and OSS for temporary credentials whose time is over."""
+CLOCK_DIFFERS = "RequestTimeTooSkewed"
+"""The code of S3 and OSS where the clocks of client and server differ by minutes."""
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Names of botocore's errors."""
+FAILED_RENEWALS = ("CredentialRetrievalError", "MetadataRetrievalError")
+"""Names of botocore's errors for a source of credentials that does not answer."""
+STILL_EXPIRED = "refreshed credentials are still expired"
+"""Part of the message of botocore's RuntimeError where the source gives old credentials."""
+NO_RENEWAL = "credentials could not be renewed"
+"""Part of the message of `no_renewal`. An error that is raised within obstore loses its class."""
 NO_BUCKET = "bucket does not exist"
 """Part of the message that s3fs has for NoSuchBucket, without that code."""
 _NETWORK = (
@@ -65,8 +75,12 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
         return missing_bucket(url)
     if status == 404:
         return missing(url)
-    if status in (401, 403) or "ExpiredToken" in text:
-        return denied(url, reason)
+    if CLOCK_DIFFERS in text:
+        return server_failed(
+            url, f"the clock of this machine differs from its own; set it: {reason}"
+        )
+    if status in (401, 403) or EXPIRED.search(text):
+        return expired(url, reason) if EXPIRED.search(text) else denied(url, reason)
     if status == 416:
         return truncated(url, reason)
     if status in (429, 503):
@@ -135,6 +149,24 @@ def denied(url: str, reason: str) -> AccessDeniedError:
     return AccessDeniedError(
         f"{url}: access denied; check the credentials, their rights and the bucket ({reason})"
     )
+
+
+def expired(url: str, reason: str) -> AccessDeniedError:
+    """The error for temporary credentials whose time is over."""
+    error = AccessDeniedError(
+        f"{url}: the credentials have expired; renew them where they come from ({reason})"
+    )
+    error.has_expired = True
+    return error
+
+
+def no_renewal(reason: str) -> EndpointError:
+    """The error for a source of credentials that does not answer. Another try may help."""
+    error = EndpointError(
+        f"{NO_RENEWAL}; check the service, command or file that they come from ({reason})"
+    )
+    error.silent = True
+    return error
 
 
 def no_answer(url: str, reason: str) -> EndpointError:

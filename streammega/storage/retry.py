@@ -123,7 +123,10 @@ class RetryPolicy:
         remaining = deadline - elapsed
         if failures > retries or remaining < MIN_PAUSE:
             tries = "1 try" if failures == 1 else f"{failures} tries"
-            note = f" [failed after {tries} in {elapsed:.1f} s]"
+            note = f" [failed after {tries} in {elapsed:.1f} s"
+            if failures <= retries and not never_answered:
+                note += f", retry_timeout is {self.deadline:.4g} s"
+            note += "]"
             if never_answered and self.first_answer < self.deadline:
                 note += "; this endpoint never answered (connect_deadline)"
             if error.args:

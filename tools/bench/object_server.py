@@ -7,7 +7,7 @@ credentials. One thread, one process: an epoll loop that sends files by sendfile
 loopback it costs the machine little more than nginx does.
 
 `POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` returns counts
-of what was served.
+of what was served; `GET /-/credentials` answers as the credentials service of a container.
 """
 
 from __future__ import annotations
@@ -92,6 +92,12 @@ class Behaviour:
     """Bodies that stop in the middle, the connection open."""
     status: int = 0
     """Answer every object request with this status."""
+    code: str = ""
+    """The code of that error."""
+    token: str = ""
+    """The session token that requests must have; others have expired. Empty: none."""
+    issued: str = ""
+    """The session token that `/-/credentials` hands out."""
     plain_200: bool = False
     """Answer ranges with 200 and a Content-Range, as `rclone serve s3` does."""
     seed: int = 0
@@ -280,6 +286,16 @@ class Server:
             return self.answer(connection, 200, b"{}", method)
         if path == "/-/counts":
             return self.answer(connection, 200, json.dumps(self.counts).encode(), method)
+        if path == "/-/credentials":
+            fields = {
+                "AccessKeyId": "AKIAEXAMPLE",
+                "SecretAccessKey": "never-shown",
+                "Token": self.behaviour.issued,
+            }
+            fields["Expiration"] = time.strftime(
+                "%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3600)
+            )
+            return self.answer(connection, 200, json.dumps(fields).encode(), method)
         if method not in ("GET", "HEAD"):
             return self.answer(connection, 405, b"", method)
         bucket, _, key = path[1:].partition("/")
@@ -348,7 +364,9 @@ class Server:
         behaviour = self.behaviour
         self.counts["requests"] += 1
         if behaviour.status:
-            return self.answer(connection, behaviour.status, b"", method)
+            return self.refuse(connection, behaviour.status, behaviour.code, method)
+        if behaviour.token and headers.get("x-amz-security-token") != behaviour.token:
+            return self.refuse(connection, 403, "ExpiredToken", method)
         try:
             fd, stat = self.open(name)
         except OSError:
@@ -475,6 +493,9 @@ class Server:
                     return self.later(connection, self.link_at - time.monotonic())
                 is_shaped = self.behaviour.bandwidth or self.behaviour.link
                 size = min(connection.remaining, SHAPED_CHUNK if is_shaped else SEND_CHUNK)
+                if self.behaviour.bandwidth:
+                    # Ten pieces a second at least, so that a slow drip is no stall.
+                    size = min(size, max(1, int(self.behaviour.bandwidth / 10)))
                 sent = os.sendfile(
                     connection.sock.fileno(), connection.file, connection.offset, size
                 )

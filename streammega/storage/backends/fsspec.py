@@ -34,8 +34,10 @@ from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
+    FAILED_RENEWALS,
     NO_BUCKET,
     NO_CREDENTIALS,
+    STILL_EXPIRED,
     check_range,
     denied,
     failure_of_status,
@@ -43,6 +45,7 @@ from streammega.storage.http_errors import (
     is_of_network,
     missing,
     missing_bucket,
+    no_renewal,
     no_size,
     server_failed,
     status_of,
@@ -355,6 +358,8 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
         return failure_of_status(url, status, text)
     if isinstance(error, FileNotFoundError):
         return missing_bucket(url) if NO_BUCKET in text else missing(url)
+    if name in FAILED_RENEWALS or STILL_EXPIRED in text:
+        return no_renewal(name)
     if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
         return denied(url, text)
     if text == _NO_SIZE:

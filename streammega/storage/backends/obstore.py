@@ -31,10 +31,12 @@ from streammega.storage.backends.s3_options import client_options, cloud_argumen
 from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import explain_fd_limit_of_connection
 from streammega.storage.http_errors import (
+    NO_RENEWAL,
     denied,
     failure_of_status,
     failure_without_status,
     missing,
+    no_renewal,
     no_size,
     wrong_range,
 )
@@ -340,6 +342,8 @@ class ObstoreStore(RemoteStore):
         answer = message.partition(_DEBUG_DUMP)[0]
         if self.scheme in _FALLBACK_SCHEMES and any(sign in answer for sign in _RANGES_REFUSED):
             return RangesRefused(f"{url}: {text}")
+        if NO_RENEWAL in text:
+            return no_renewal(text)
         status = _STATUS.search(text)
         if status:
             answer = redact_answer(answer, self._config.storage_options)

@@ -116,7 +116,20 @@ class RemoteStore(Store):
 
         This is called before each request, to note which credentials it uses.
         """
-        return None
+        options = self._config.storage_options
+        has_fixed = any(options.get(name) for name in ("anon", "key", "username"))
+        if self.scheme != "s3" or has_fixed:
+            return None
+        used = self._opened
+
+        def renew() -> bool:
+            with self._lock:
+                # Otherwise another thread has opened a new client, which asks for credentials.
+                if self._opened is used:
+                    self._opened = None
+            return True
+
+        return renew
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """One request each. Bodies are in new memory."""
@@ -163,15 +176,23 @@ class RemoteStore(Store):
     def _once(self, key: str, request: Callable[[Any], Result]) -> Result:
         """`request(client)`, repeated once if credentials were refused and there are others now.
 
-        Raises StorageError.
+        Raises StorageError. It is transient if they have expired, and may still be renewed.
         """
         renew = self._renewal()
         try:
             return self._send(key, request)
-        except AccessDeniedError:
-            if renew is None or not renew():
+        except AccessDeniedError as error:
+            if renew is None:
                 raise
-        return self._send(key, request)
+            refused = error
+        try:
+            if renew():
+                return self._send(key, request)
+        except AccessDeniedError as error:
+            refused = error
+        # Where they come from, new ones may be late.
+        refused.transient = refused.has_expired
+        raise refused
 
     def _send(self, key: str, request: Callable[[Any], Result]) -> Result:
         client, _ = self._client()

@@ -14,6 +14,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 from streammega.errors.redaction import redact_answer
 from streammega.storage.backends.remote import CONNECT_TIMEOUT
+from streammega.storage.http_errors import no_renewal
 
 CREDENTIALS_LAST = timedelta(minutes=10)
 """The expiry that obstore is given. It asks again five minutes before: they may have been renewed."""
@@ -198,6 +199,11 @@ def _credential_provider(
 
     try:
         credentials = session().get_credentials()
+    except (
+        botocore.exceptions.CredentialRetrievalError,
+        botocore.exceptions.MetadataRetrievalError,
+    ) as error:
+        raise no_renewal(type(error).__name__) from None
     except botocore.exceptions.BotoCoreError as error:
         raise AccessDeniedError(
             f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"
@@ -217,7 +223,7 @@ def _credential_provider(
         except Exception as error:
             # obstore prints the traceback.
             reason = redact_answer(f"{type(error).__name__}: {error}", options)
-            raise AccessDeniedError(f"s3://{bucket}: {reason}") from None
+            raise no_renewal(reason) from None
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,

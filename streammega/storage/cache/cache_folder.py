@@ -70,6 +70,7 @@ BUSY_SECONDS = 5.0
 """Seconds without new chunks after that timeout: the other process may have been stopped."""
 FIRST_PAUSE = 0.001
 MAX_PAUSE = 0.02
+_DISK_FULL = "the disk is nearly full; what is not cached yet is read without the cache"
 FULL_SECONDS = 30.0
 """Seconds without new chunks after nothing could be evicted."""
 MAX_COUNT_AGE = 3600.0
@@ -144,6 +145,7 @@ class PageCache:
         self.usable = True
         self.page_timeout = timeout
         self._full_until = 0.0
+        self._disk_full_until = 0.0
         self._evictable: deque[tuple[float, Path]] = deque()  # by the time of last use
 
     def on_timeout(self, url: str) -> None:
@@ -165,6 +167,10 @@ class PageCache:
                 "no more files can be mapped (vm.max_map_count); further ones are read without the "
                 "cache"
             )
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # A quota is not seen by `has_disk_space`.
+            self._disk_full_until = time.monotonic() + FULL_SECONDS
+            self._warn(_DISK_FULL)
         elif self.usable:
             self.usable = False
             reason = error.strerror or str(error)
@@ -181,9 +187,11 @@ class PageCache:
 
     def has_disk_space(self, size: int) -> bool:
         """Whether the disk takes so many bytes more and keeps its reserve. Raises OSError."""
+        if time.monotonic() < self._disk_full_until:
+            return False
         if _spare_bytes(self.folder) >= size:
             return True
-        self._warn("the disk is nearly full; what is not cached yet is read without the cache")
+        self._warn(_DISK_FULL)
         return False
 
     def reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
