@@ -66,7 +66,7 @@ def read_through(kind: str, transport: str, folder: Path, seconds: float, timeou
 def test_a_run_waits_for_the_end_of_an_outage_says_so_and_goes_on(
     kind: str, transport: str, tmp_path: Path
 ) -> None:
-    answer = read_through(kind, transport, tmp_path, seconds=2.0, timeout=60)
+    answer = read_through(kind, transport, tmp_path, seconds=4.0, timeout=60)
     assert answer["error"] == ""
     assert answer["equal"]
     assert answer["whole"]

@@ -64,7 +64,7 @@ def read_through(
                         timer = threading.Timer(seconds, outages.end, [kind])
                         timer.start()
                     if kind == "disk full":
-                        time.sleep(0.005)  # longer than the outage
+                        time.sleep(0.01)  # longer than the outage
                     got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
             except StorageError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
