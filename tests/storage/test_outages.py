@@ -4,6 +4,7 @@ the deadline of the user, with an error that names the cause and the setting.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,9 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streammega.errors import EndpointError
+from streammega.storage.cache import PageCache, cache_folder, open_cached
+from streammega.storage.cache.chunk_file import ChunkFile
 from tests.support.outages import NEED_NAMESPACE, OUTAGES, in_namespace
 from tests.support.servers import http_server
 from tests.support.streams import write_data
@@ -77,7 +81,6 @@ def test_a_run_waits_for_the_end_of_an_outage_says_so_and_goes_on(
         assert "retrying for up to 60 s (retry_timeout)" in waits[0]
     if kind == "disk full":
         assert any("disk is nearly full" in text for text in answer["said"])
-        assert answer["kept"] > 0, "pages are kept when there is space again"
 
 
 @pytest.mark.guarantee("outages-waited")
@@ -134,3 +137,29 @@ def test_a_source_of_credentials_that_does_not_answer_is_waited_for(
         credentials["Expiration"] = "2100-01-01T00:00:00Z"
         source.objects["/credentials"] = json.dumps(credentials).encode()
         assert bytes(store.fetch(key, [(0, 3)])[0]) == b"abc"
+
+
+@pytest.mark.guarantee("outages-waited")
+def test_a_cache_whose_disk_was_full_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_folder, "FULL_SECONDS", 0.0)
+    data = np.arange(1_000_000, dtype=np.uint32).view(np.uint8)[:1_000_000]
+    cached = open_cached(PageCache(tmp_path, 1 << 30, 1 << 20), "s3://b/k", "e", len(data))
+    assert cached is not None
+
+    def fetch(start: int, stop: int, out: Any) -> None:
+        out[:] = data[start:stop]
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = np.empty_like(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFile, "write", fail)
+        cached.read(0, len(data), out, fetch)
+        assert (out == data).all()
+        assert not cached.contains(0, len(data))
+    cached.read(0, len(data), out, fetch)
+    assert (out == data).all()
+    assert cached.contains(0, len(data))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -55,11 +54,14 @@ def read_through(
         expected = stream(replace(config, blend=blend_of(folder)))
         got = []
         answer: dict[str, Any] = {"error": ""}
+        if kind == "disk full":  # before all data is in the cache
+            outages.begin(kind, seconds)
         with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
             try:
                 for number, batch in enumerate(loader):
                     if number == BEGINS_AT:
-                        outages.begin(kind, seconds)
+                        if kind != "disk full":
+                            outages.begin(kind, seconds)
                         began = time.monotonic()
                         timer = threading.Timer(seconds, outages.end, [kind])
                         timer.start()
@@ -69,9 +71,6 @@ def read_through(
             except StorageError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
             answer["waited"] = time.monotonic() - began
-            answer["kept"] = sum(
-                os.stat(path).st_blocks * 512 for path in cache.rglob("*") if path.is_file()
-            )
             timer.cancel()
         rows = torch.cat(got)
         answer["equal"] = torch.equal(rows, expected[: len(rows)])
