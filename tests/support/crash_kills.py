@@ -206,9 +206,13 @@ class Kills:
         return [Child(self.scene.run_process, number) for number in range(self.scene.processes)]
 
     def _kill(self, random_numbers: random.Random) -> int:
-        """How many processes were killed. Those that nobody killed have ended."""
+        """How many processes were killed. The others have ended."""
+        began = time.monotonic()
         children = self._start()
-        time.sleep(random_numbers.uniform(0, self.seconds))
+        moment = began + random_numbers.uniform(0, self.seconds)
+        if all(child.has_ended(moment) for child in children):
+            # The first run found no caches, or the machine had more to do.
+            self.seconds = min(self.seconds, time.monotonic() - began)
         count = random_numbers.randint(1, len(children))
         chosen = random_numbers.sample(children, count) if self.scene.has_survivors else children
         for child in chosen:
@@ -298,6 +302,11 @@ class Child:
     def kill(self) -> None:
         """SIGKILL, if it is there still."""
         self._process.kill()
+
+    def has_ended(self, moment: float) -> bool:
+        """Whether it has ended by a moment of `time.monotonic`, until which this waits."""
+        self._process.join(max(0.0, moment - time.monotonic()))
+        return self._process.exitcode is not None
 
     @property
     def is_killed(self) -> bool:
