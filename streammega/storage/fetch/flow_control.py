@@ -51,7 +51,7 @@ slowest answer: where one request in a hundred is slow, 8 % of batches of eight 
 """
 NEAR = 0.004
 """Seconds. Storage is near if its quickest answers take less."""
-NEAR_BYTES = 16 << 20
+NEAR_BYTES = 8 << 20
 """Bytes that keep near storage busy. More would wait for their turn, in memory."""
 FAR_AFTER = 64
 """Answers without a quick one after which storage is far. The first ones wait for connections."""
