@@ -62,7 +62,8 @@ class AnswerServer:
 
 
 def _answer(status: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}"]
+    # Without the last line a client may send its next request on the connection that is being closed.
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
