@@ -19,7 +19,7 @@ from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
 from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
-from streammega.errors import StreammegaError
+from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.bus_error import name_files_on_bus_error
 
 EXIT_OF_INTERRUPT = 130
@@ -87,16 +87,25 @@ def _is_by_ctrl_c(stop: SystemExit) -> bool:
     return error is not None
 
 
+def _set_log_level(name: str) -> None:
+    """Set the level of this library's logs. At DEBUG, botocore's have session tokens."""
+    try:
+        logging.getLogger("streammega").setLevel(name.upper())
+    except ValueError:
+        raise ConfigError(
+            f"STREAMMEGA_LOG is {name!r}; it is DEBUG, INFO, WARNING or ERROR"
+        ) from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
     Known errors are one message, not a traceback.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Not that of all logs: at DEBUG, botocore's have session tokens.
-    logging.getLogger("streammega").setLevel(os.environ.get("STREAMMEGA_LOG", "WARNING").upper())
     name_files_on_bus_error()
     try:
+        _set_log_level(os.environ.get("STREAMMEGA_LOG", "WARNING"))
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, standalone_mode=True, obj=["streammega", *words])
     except SystemExit as stop:

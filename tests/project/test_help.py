@@ -73,6 +73,17 @@ def test_mistakes_are_named(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_unknown_log_level_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMMEGA_LOG", "verbose")
+    assert main(["--version"]) == 1
+    assert (
+        "STREAMMEGA_LOG is 'verbose'; it is DEBUG, INFO, WARNING or ERROR"
+        in capsys.readouterr().err
+    )
+
+
 def test_prefixes_with_blanks_are_measured_too(
     pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
