@@ -171,7 +171,8 @@ def paced(a: Result) -> Result:
             due = max(due, called_at) + step
             if due > time.perf_counter():
                 time.sleep(max(0.0, due - time.perf_counter()))
-                overslept = max(overslept, time.perf_counter() - due)
+                if warm:
+                    overslept = max(overslept, time.perf_counter() - due)
         stats = loader.stats()
     # what the loader waited for data, without the call itself
     waited = stats["wait_total"] - warm
