@@ -48,7 +48,7 @@ docs: $(STAMP)  ## the site of the pages, in site/, without network; a broken li
 docs-serve: $(STAMP)  ## show the site on http://127.0.0.1:8000, with each change of a page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, kernels that check every index (three quarters of an hour)
+soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, kernels that check every index (more than three quarters of an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
 	STREAMMEGA_CHECKED=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m "not soak" --timeout 900 tests/kernels tests/loading --ignore tests/kernels/test_warmup.py
 

@@ -35,7 +35,7 @@ from tests.support.servers import moto_server  # noqa: E402
 PROGRESS = ROOT / "crash-progress.json"
 SAVE_SECONDS = 5.0
 MOMENTS = 84
-"""Of each scene at which its processes are killed: a thousand kills in all, and some more."""
+"""How often a scene is killed. That makes somewhat more than a thousand kills of all scenes."""
 ALL: dict[str, tuple[type[Scene], bool]] = {
     **{scene.__name__: (scene, False) for scene in SCENES},
     **{f"Killed{scene.__name__}": (scene, True) for scene in KILLED},
@@ -114,7 +114,7 @@ def run_scene(name: str) -> None:
 
 
 def digest_of_code() -> str:
-    """Of the library and of the scenes: counts of other code say nothing."""
+    """The digest of the library and of the scenes: counts of other code say nothing."""
     files = [*ROOT.glob("streammega/**/*.py"), *ROOT.glob("tests/support/crash_*.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 

@@ -198,7 +198,7 @@ def core_files() -> list[Path]:
 
 
 def digest_of(file: Path) -> str:
-    """Of a file's bytes."""
+    """The digest of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -39,7 +39,7 @@ from tools.bench.object_server import start  # noqa: E402
 FOLDER = ROOT / "soak-long-run"
 MiB = 1 << 20
 TOKENS = 24 * MiB
-"""Of two bytes: twice what the page cache may take."""
+"""Tokens of two bytes: twice what the page cache may take."""
 BATCHES_A_SECOND = 20
 BURST_BATCHES = 60
 """Batches that are taken at once, three times a minute, for the speed."""

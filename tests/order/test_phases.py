@@ -442,7 +442,7 @@ GOLDEN_STARTS = [60, 169, 380, 180, 390, 220, 560, 188, 308, 117, 280, 420, 59, 
 
 
 def some_remainders() -> Iterator[EpochRemainder]:
-    """Of a dataset whose lanes are up to three epochs apart, cut into other samples."""
+    """What is left of a dataset whose lanes are up to three epochs apart, cut into other samples."""
     rng = np.random.default_rng(8)
     for tokens in (901, 906, 1500, 2222, 3001, 4444):
         parts = [FilePart(file=0, start=0, tokens=tokens), FilePart(file=1, start=7, tokens=333)]

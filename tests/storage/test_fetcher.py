@@ -309,6 +309,18 @@ def test_memory_counts_from_admission_and_is_allocated_when_the_answer_arrives()
         assert made.pool.peak == 4 * size
 
 
+def fetcher_that_knows_quick_answers(store: Any) -> Fetcher:
+    """A fetcher after a hundred of them, which can tell a straggler. It has sent no copies yet."""
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
+    quick = [one_read(store, n, SIZE) for n in range(100)]
+    made.submit(quick)
+    made.wait(quick)
+    made.release(quick)
+    # Where the machine is busy, quick ones may have looked like stragglers, as many as may be.
+    made.counters.hedges = made.counters.hedges_won = 0
+    return made
+
+
 @pytest.mark.parametrize("winner", [0, 1, 2])
 def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_requests_ended(
     winner: int,
@@ -325,15 +337,9 @@ def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_re
 
     store: Any = Recorded(act)
     size = SIZE
-    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
-    quick = [one_read(store, n, size) for n in range(100)]
+    made = fetcher_that_knows_quick_answers(store)
     slow = one_read(store, "slow", size, start=size)
     try:
-        made.submit(quick)
-        made.wait(quick)
-        made.release(quick)
-        # Where the machine is busy, quick ones may have looked like stragglers, as many as may be.
-        made.counters.hedges = made.counters.hedges_won = 0
         made.submit([slow])
         waiter = threading.Thread(target=made.wait, args=([slow],), daemon=True)
         waiter.start()
@@ -366,14 +372,9 @@ def test_a_straggler_is_sent_again_although_nobody_waits_and_few_answers_come() 
             assert gate.wait(20)
 
     store: Any = Recorded(act)
-    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
-    quick = [one_read(store, n, SIZE) for n in range(100)]
-    slow = one_read(store, "slow", SIZE, start=SIZE)
+    made = fetcher_that_knows_quick_answers(store)
     try:
-        made.submit(quick)
-        made.wait(quick)
-        made.release(quick)
-        made.submit([slow])
+        made.submit([one_read(store, "slow", SIZE, start=SIZE)])
         for number in range(30):
             if len(asked) == MAX_COPIES:
                 break

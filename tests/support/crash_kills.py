@@ -48,7 +48,7 @@ from tests.support.servers import S3, Objects
 PATIENCE = 120
 """Seconds within which a process ends that nobody kills: it takes two."""
 SHARE_OF_ENDS = 1 / 3
-"""Of the kills, those after which a run goes on to its end. After the others it is killed again."""
+"""The share of kills after which a run goes on to its end. After the others it is killed again."""
 
 
 class Readers(NodeCaches):

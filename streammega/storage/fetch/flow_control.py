@@ -61,9 +61,11 @@ SHARES = 4
 """A thread waits for room for at most this part of the window, so that several have work."""
 
 HEDGE_SHARE = 0.05
-"""At most this share of requests is sent twice: where all are slow, more load makes them slower."""
+"""Further copies are at most this share of requests: where all are slow, more load makes them slower."""
 MAX_COPIES = 3
-"""Copies of a request in flight. Of two copies both are slow more often than a long run likes."""
+"""Most copies of a request in flight. Where one request in a hundred is slow, two copies both are once in
+10,000 requests: too often for a long run.
+"""
 FIRST_HEDGES = 4
 """Requests that may be sent twice whatever the share."""
 HEDGE_AFTER = 32
