@@ -21,7 +21,7 @@ from streammega.config.validate import field_docs
 from streammega.convert.read.formats import FORMATS
 from streammega.dataset import checksums
 from streammega.integrations import frameworks
-from streammega.loading import lookahead, memory_plan, planner, staging
+from streammega.loading import lookahead, memory_plan, planner
 from streammega.order import stream_order
 from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
@@ -157,9 +157,7 @@ def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "page", ["docs/architecture.md", "docs/design.md", "CONTRIBUTING.md", "docs/glossary.md"]
-)
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "docs/glossary.md"])
 def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
     named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / page).read_text()))
     there = [
@@ -339,40 +337,49 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
-    ("design", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
+    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
     (
-        "design",
+        "architecture",
         "a block (256 KiB by default, less with more than 512 lanes)",
         stream_order.MAX_BLOCK_BYTES,
         256 << 10,
     ),
     (
-        "design",
+        "architecture",
         "while at most a seventh more is fetched than is used",
         planner.MAX_WASTE,
         1 / 7,
     ),
-    ("design", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
-    ("design", "`retry_timeout` (ten minutes by default)", STORAGE.retry_timeout, 600),
-    ("design", "a second time (at most one in twenty)", flow_control.HEDGE_SHARE, 1 / 20),
-    ("design", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
-    ("design", "staged by four threads", staging.THREADS, 4),
     (
-        "design",
-        "(1 GiB or 1 % stay free)",
+        "architecture",
+        "as far as the caller goes in twenty seconds",
+        lookahead.SECONDS_AHEAD,
+        20,
+    ),
+    ("architecture", "After sixteen refusals in a row", flow_control.REFUSED_IN_A_ROW, 16),
+    (
+        "architecture",
+        "a second time (at most one in twenty), and then a third",
+        (flow_control.HEDGE_SHARE, flow_control.MAX_COPIES),
+        (1 / 20, 3),
+    ),
+    ("architecture", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
+    ("architecture", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
+    ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
+    ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
+    (
+        "architecture",
+        "Signs of life go to the job's store once a second",
+        watchdog.BEAT_SECONDS,
+        1,
+    ),
+    ("reliability", "until `retry_timeout` (ten minutes)", STORAGE.retry_timeout, 600),
+    ("settings", "with pauses that grow to 10 seconds", retry.MAX_PAUSE, 10),
+    (
+        "settings",
+        "The larger of 1 GiB and 1 % of its disk stays free",
         (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
-    ),
-    ("design", "is not looked at again for half a minute", cache_folder.FULL_SECONDS, 30),
-    ("design", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
-    ("design", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
-    ("design", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
-    ("design", "Signs of life go to the job's store once a second", watchdog.BEAT_SECONDS, 1),
-    (
-        "design",
-        "exponential pauses and jitter",
-        (retry.FIRST_PAUSE, retry.MAX_PAUSE),
-        (0.1, 10),
     ),
     (
         "training",
