@@ -49,9 +49,9 @@ class BucketedDataParallel(nn.Module):
 
     All ranks begin with the parameters and buffers of the first; ConfigError says where their
     modules differ. Buffers are sent this once: what a forward changes in them (statistics of
-    BatchNorm) stays each rank's own, unlike with torch's DDP. Gradients are averaged over ranks as
-    by torch's DDP; where that adds up micro-batches in the parameters' dtype, this does in
-    `grad_dtype`.
+    BatchNorm) stays each rank's own, unlike with torch's DDP. torch.nn.SyncBatchNorm makes them
+    equal. Gradients are averaged over ranks as by torch's DDP; where that adds up micro-batches in
+    the parameters' dtype, this does in `grad_dtype`.
 
     Buckets are laid out in reverse registration order (see `make_buckets`). Their collectives start in
     that order on every rank, whichever gradient is ready first. They have a process group of their own
@@ -82,7 +82,8 @@ class BucketedDataParallel(nn.Module):
             embedding group.
         check_gradients: `finish_grad_sync` raises GradientError on every rank if a gradient of some
             rank is not finite. The error of that rank names the parameter. Set it to False with
-            torch.amp.GradScaler, which skips such steps by itself.
+            torch.amp.GradScaler, which skips such steps by itself, and in a CUDA graph, where every
+            rank must use all parameters.
         max_grad_value: with check_gradients, a larger element is an error too.
         main_grad: every parameter has `main_grad`, its place in the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer

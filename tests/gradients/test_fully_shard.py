@@ -255,7 +255,7 @@ def test_what_cannot_be_divided_is_refused(rank: int, what: str) -> None:
 @pytest.mark.xfail(
     strict=True,
     reason="torch's set_optimizer_state_dict takes the settings of any saved group that shares one "
-    "parameter; docs/loops.md says to set them again",
+    "parameter; tools/examples/fully_shard.py says to set them again",
 )
 @on_ranks(1)
 def test_a_state_of_other_groups_is_refused_or_leaves_their_settings(rank: int) -> None:

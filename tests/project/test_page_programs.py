@@ -74,6 +74,21 @@ def test_the_start_page_trains_and_resumes(
     assert "step 3" in printed[2, "streammega trace run.toml --step 3"]
 
 
+@pytest.mark.guarantee("first-pages-run")
+@pytest.mark.usefixtures("_bucket")
+def test_the_loops_of_the_page_run(tmp_path: Path) -> None:
+    """Its blocks are one program, each of which goes on from those before it."""
+    for name in ("web", "code"):
+        write_dataset(f"s3://bucket/{name}", [np.arange(n) for n in range(200, 400)])
+    blocks = BLOCK.findall((DOCS / "loops.md").read_text())
+    program = "\n".join(body for _, language, body in blocks if language == "python")
+    (tmp_path / "program.py").write_text(program)
+    names = runpy.run_path("program.py")
+    names["loader"].close()
+    assert names["state"]["consumed_samples"] == 160 + 10 * 4
+    assert tuple(names["batch"]["tokens"].shape) == (4, 64)
+
+
 def megatron_pair(folder: Path) -> None:
     write_dataset(folder / "web", [np.arange(n % 50, 90) for n in range(200)])
 

@@ -73,7 +73,11 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint, if there is one; the step to go on from."""
+    """Load the checkpoint, if there is one; the step to go on from.
+
+    It has learning rate and decay too. If you have regrouped the parameters since, set these again
+    afterwards: torch takes those of any saved group that shares one parameter.
+    """
     if not (FOLDER / ".metadata").exists():
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)

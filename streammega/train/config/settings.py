@@ -107,7 +107,7 @@ class TrainConfig:
     """
     out_dir: str
     """Where checkpoints and metrics go: one folder for all ranks, or a URL such as
-    s3://bucket/run.
+    s3://bucket/run. Metrics are copied to a URL every 30 seconds, and with each checkpoint.
     """
     lr: Annotated[float, Ge(0), Lt(math.inf)] = 1e-3
     """The learning rate after the warmup: the largest."""
@@ -160,7 +160,10 @@ class TrainConfig:
     keep_checkpoints: Annotated[int, Ge(1)] = 3
     """How many of the last checkpoints are kept."""
     async_save: bool = True
-    """Go on training while a checkpoint is written or uploaded."""
+    """Go on training while a checkpoint is written or uploaded. It needs as much memory of the host
+    as a rank saves.
+    """
+
     resume_from_step: Annotated[int | None, Ge(0)] = None
     """Resume from the last checkpoint at or before this step. Later ones are set aside under *.rewound.
     It is done once: a restart with the same setting goes on from what was trained since.
