@@ -102,7 +102,9 @@ class StorageConfig:
     cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
     """Bytes of an object in one file of the cache."""
     request_timeout: Annotated[float, Gt(0), Le(DAY)] = 60.0
-    """Seconds one request may take."""
+    """Seconds one request may take. Drivers of fsspec without an event loop (hdfs) need a timeout of
+    their own in `storage_options`.
+    """
     read_timeout: Annotated[float, Gt(0), Le(DAY)] = 10.0
     """Seconds without a byte after which a request fails and is retried."""
     multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB

@@ -58,21 +58,24 @@ class ConvertOptions:
     """
     include: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Read only such files of folders and globs; repeat for more. A pattern is of names, or, with a
-    slash, of paths. None: all.
+    slash, of paths; `*` matches slashes too. None: all.
     """
     exclude: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Leave such files and folders out of folders and globs; repeat for more."""
     read_as: Annotated[Literal["text", "lines", "json"] | None, Flag(INPUTS, "--as")] = None
     """How plain text and files of unknown suffix are read: a file is one text, each line is one, or
-    JSON records. None: plain text is one text a file, and unknown suffixes are refused.
+    JSON records. JSON, CSV, Parquet, archives and tokens stay what their suffix says. None: plain
+    text is one text a file, and unknown suffixes are refused.
     """
     hf_split: Annotated[str | None, Flag(INPUTS, metavar="NAME")] = None
     """Read only files of this split, by their names (train, validation, test, ...); all: of every
-    split. None: inputs of several splits are an error.
+    split. Of several such names on a path the last counts. None: inputs of several splits are an
+    error.
     """
     tar_member: Annotated[str | None, Flag(INPUTS)] = None
-    """Which member is the document, where samples in a .tar have several, e.g. txt. A pattern takes
-    all that match it.
+    """Which member is the document, where samples in a .tar have several, e.g. txt. A sample is the
+    members with one name up to its first dot, so `ocr.txt` is that of `00042.ocr.txt`. A pattern
+    takes all that match it. None: several are an error that lists them.
     """
     chat: Annotated[bool, Flag(INPUTS)] = False
     """Records hold messages; answers get mode 1, all else mode 0."""
@@ -92,10 +95,13 @@ class ConvertOptions:
     """The id that ends documents, where the inputs are tokens."""
     input_dtype: Annotated[str | None, Flag(INPUTS)] = None
     """The dtype of raw token arrays without a header; uint16 by default. Arrays that look like 32-bit
-    ids are then an error.
+    ids are then an error. uint32 is stored as int32, where the ids fit.
     """
     on_error: Annotated[Literal["stop", "skip"], Flag(INPUTS)] = "stop"
-    """What a broken record does: stop the conversion, or skip it: it is reported."""
+    """What a broken record does: stop the conversion, or skip it: it is reported. What follows it is
+    left out where its end cannot be found: in JSON arrays, in CSV files with an open quote, and in
+    damaged compression.
+    """
     max_record_bytes: Annotated[
         int, Flag(INPUTS, "--max-record-bytes", metavar="SIZE"), Ge(1), Lt(2**63)
     ] = 1 << 30
@@ -104,7 +110,8 @@ class ConvertOptions:
     """
     max_errors: Annotated[str | int | None, Flag(INPUTS, metavar="N|N%")] = None
     """With --on-error skip: end with an error when more records than this are skipped. It is a number
-    of records (`100`), or a part of all (`1%`).
+    of records (`100`), or a part of all (`1%`), which is compared at the end. All units and tasks
+    count together. The same command with a higher limit goes on.
     """
     tokenizer: Annotated[str | None, Flag(TEXT)] = None
     """What makes tokens of text: a tokenizer.json, a SentencePiece .model, a .tiktoken file,
@@ -112,7 +119,9 @@ class ConvertOptions:
     `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer). None: the inputs hold tokens.
     """
     eod: Annotated[str | None, Flag(TEXT)] = None
-    """The end-of-document token; by default it is found by its usual names."""
+    """The end-of-document token; by default it is found by its usual names. The `eos_token` of a
+    tokenizer_config.json goes before these, unless it ends a turn (`<|im_end|>`, `<|eot_id|>`).
+    """
     append_eod: Annotated[bool, Flag(TEXT)] = True
     """End every document with the end-of-document token."""
     keep_empty: Annotated[bool, Flag(TEXT)] = False
@@ -127,7 +136,9 @@ class ConvertOptions:
     bos: Annotated[str | None, Flag(TEXT)] = None
     """A token that begins every document."""
     add_special_tokens: Annotated[bool, Flag(TEXT)] = False
-    """Let a tokenizer.json's post-processor add its tokens."""
+    """Let a tokenizer.json's post-processor add its tokens. Megatron's name of it is
+    `--tokenizer-hf-include-special-tokens`.
+    """
     tiktoken_pattern: Annotated[str | None, Flag(TEXT)] = None
     """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, llama3.1, qwen,
     or a regular expression. None: by the number of its tokens, where that is one of these; llama3.1
@@ -189,7 +200,7 @@ class ConvertOptions:
     """
     id_field: Annotated[str | None, Flag(OUTPUT)] = None
     """Key or column of the id that --provenance keeps; else id, or url. It may be nested
-    (`meta.id`).
+    (`meta.id`). Ids have 1,024 characters at most. A warning names a field that no record has.
     """
 
     def __post_init__(self) -> None:

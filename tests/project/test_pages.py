@@ -17,6 +17,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.cli.main import COMMANDS
+from streammega.config.storage import load_storage
 from streammega.config.validate import field_docs
 from streammega.convert.read.formats import FORMATS
 from streammega.dataset import checksums
@@ -26,6 +27,7 @@ from streammega.order import stream_order
 from streammega.storage import retry, seekable_zstd
 from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
+from streammega.storage.backends.s3_options import S3_OPTIONS, cloud_arguments
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
 from streammega.storage.open import SCHEMES
@@ -111,6 +113,35 @@ def test_the_options_of_oss_are_those_of_the_page() -> None:
 def test_the_formats_of_the_page_are_those_of_the_code() -> None:
     suffixes = {suffix for name in FORMATS if name != "text" for suffix in FORMATS[name].suffixes}
     assert not [suffix for suffix in suffixes if f"`{suffix}`" not in PAGES["convert"]]
+
+
+STORAGE_FILES = re.findall(
+    r"^## ([^\n]+)$(?:(?!^## ).)*?^```toml\n(\[storage_options\].*?)^```$",
+    PAGES["storage"],
+    re.M | re.S,
+)
+
+
+@pytest.mark.guarantee("storage-files-page")
+@pytest.mark.parametrize(("store", "text"), STORAGE_FILES)
+def test_the_storage_file_of_each_store_has_options_that_it_knows(
+    store: str, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "storage.toml"
+    file.write_text(text)
+    config = load_storage(str(file))
+    if store == "Alibaba OSS":
+        assert set(config.storage_options) <= OSS_OPTIONS
+    elif store in ("Google Cloud Storage", "Azure"):
+        arguments = cloud_arguments("gs" if store.startswith("G") else "az", config)["config"]
+        assert set(arguments) <= {"application_credentials", "account_name", "account_key"}
+    else:
+        assert set(config.storage_options) <= S3_OPTIONS
+
+
+def test_each_cloud_has_a_storage_file() -> None:
+    stores = " ".join(store for store, _ in STORAGE_FILES)
+    assert all(name in stores for name in ("AWS", "MinIO", "Google", "Azure", "OSS"))
 
 
 def test_every_command_is_on_a_page() -> None:
