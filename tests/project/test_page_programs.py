@@ -159,11 +159,15 @@ def test_the_figure_of_ranks_is_what_the_library_does() -> None:
             assert samples.ravel().tolist() == np.flatnonzero(drawn == rank).tolist()
 
 
-@pytest.mark.parametrize("page", ["start.md", "coming-from.md"])
-def test_settings_files_of_these_pages_are_toml(page: str) -> None:
+@pytest.mark.guarantee("commands-of-pages")
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_settings_files_and_pods_of_the_pages_are_parsed(page: str) -> None:
     for _, language, body in BLOCK.findall((DOCS / page).read_text()):
         if language == "toml":
             assert tomllib.loads(body)
+        if language == "yaml":
+            yaml: Any = pytest.importorskip("yaml", reason="mkdocs brings it")
+            assert all(file["kind"] and file["spec"] for file in yaml.safe_load_all(body))
 
 
 def shell_blocks() -> list[tuple[str, str]]:
