@@ -430,6 +430,8 @@ def check_counts(manifest: Manifest, url: str) -> Manifest:
 
 def shard_names(manifest: Manifest, url: str) -> list[str]:
     """The names of the shards of the manifest at `url`, which are in its folder, in order."""
-    folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
-    return [join_url(folder, with_suffix(shard.name, kind)) for shard in manifest.shards]
+    names = [with_suffix(shard.name, kind) for shard in manifest.shards]
+    if "/" not in url:  # in the working directory
+        return names
+    return [join_url(parent_url(url), name) for name in names]

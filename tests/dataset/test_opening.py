@@ -28,7 +28,7 @@ from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, MissingShardsError
 from streammega.order.stream_order import tree_fractions
 from streammega.samples.open import open_source
-from tests.support.builders import KINDS, write_lengths
+from tests.support.builders import KINDS, put_dataset, write_lengths
 
 
 def open_in(order: Any, name: str, cache: Path) -> None:
@@ -259,3 +259,14 @@ def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(
     schedule = [(0, [1e308, 1e308])]
     with pytest.raises(ConfigError, match="finite sum"):
         DataConfig(blend=["a", "b"], sequence_length=8, order="stream", blend_schedule=schedule)
+
+
+def test_a_name_without_a_folder_has_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_dataset(f"{tmp_path}/web", seed=0)
+    monkeypatch.chdir(tmp_path)
+    ((shard,),) = resolve(["web"], StorageConfig())
+    assert shard.name == "web"
+    assert shard.entry is not None
+    assert shard.entry.checksums
