@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants wheel integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,8 +17,8 @@ install: $(STAMP)  ## create .venv and install everything in it
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("streammega needs Python 3.11 or newer; set PYTHON=python3.11 or so" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(INSTALL) "torch==2.13.0"
+	$(BIN)/python $(INSTALL) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs
@@ -56,20 +57,30 @@ soak-long: $(STAMP)  ## an hour at a low rate with outages of two minutes: memor
 	nice -n 10 $(BIN)/python tools/soak_long.py $(SOAK)
 
 fuzz: $(STAMP)  ## fuzz what reads input from outside, 20 s a target, on from where it was ended (FUZZ="--target idx --seconds 600")
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python $(INSTALL) -e '.[fuzz]'
 	$(BIN)/python tools/fuzz/run.py $(FUZZ)
 
 crash: $(STAMP)  ## a disk and a bucket that fail or lie at every operation of all that writes, and 1,000 SIGKILLs; goes on where it was ended (CRASH="--kills", "--again" or names of scenes)
 	$(BIN)/python tools/crash.py $(CRASH)
 
 mutants: $(STAMP)  ## changes of the core that no test notices, by cosmic-ray; goes on where it was ended (MUTANTS="--mutants 500 --room order")
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	$(BIN)/python $(INSTALL) -e '.[mutants]'
 	$(BIN)/python tools/mutants.py $(MUTANTS)
+
+wheel: $(STAMP)  ## a wheel and an sdist in dist/; the wheel, installed alone in .venv-wheel, passes tools/smoke.py
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(INSTALL) "torch==2.13.0"
+	.venv-wheel/bin/python $(INSTALL) dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	.venv-wheel/bin/streammega --version
+	.venv-wheel/bin/python -P tools/smoke.py
 
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
 	$(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	.venv-integrations/bin/python $(INSTALL) "torch==2.13.0"
+	.venv-integrations/bin/python $(INSTALL) -e '.[integrations]'
 	CUDA_VISIBLE_DEVICES= .venv-integrations/bin/python -m pytest -rs tests/integrations tests/loading/test_frameworks.py
 
 audit: $(STAMP)  ## known faults of the installed packages, and a bill of materials in dist/sbom.json
@@ -83,12 +94,12 @@ bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py m
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	echo "torch==2.13.0" > .venv-bench/constraints.txt
-	for peer in -e.[metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
+	for peer in -e.[convert,metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
 
 bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half an hour; after bench-peers (BENCH="--figures stalls": ten minutes of waits)
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-audit .venv-integrations .venv-bench demo-run site fuzz-run soak-long-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-run site fuzz-run soak-long-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from streammega.samples.fields import position_ids as position_ids
     from streammega.samples.provenance import Provenance as Provenance
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed
 # to convert.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ OUTSIDE = {"README.md": "index.md"} | {
 EXAMPLES = "tools/examples"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
 LINKED = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+def on_config(config: Any) -> Any:
+    """The addresses of pyproject.toml, where it has some."""
+    addresses = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    config.repo_url = addresses.get("Repository")
+    config.site_url = addresses.get("Documentation")
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

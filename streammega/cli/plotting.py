@@ -12,6 +12,7 @@ import typer
 
 from streammega.cli.options import StorageFile, StorageOption, storage_config
 from streammega.errors import ConfigError
+from streammega.errors.extras import import_extra
 from streammega.errors.words import pluralize
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -19,10 +20,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 def pyplot() -> Any:
     """matplotlib.pyplot on a file-only backend. Raises ConfigError when it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'streammega[plot]'") from None
+    matplotlib = import_extra("matplotlib", "plot", "plots need matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

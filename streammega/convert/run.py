@@ -25,6 +25,7 @@ from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import Inputs, describe_inputs, find_inputs, input_names
 from streammega.convert.read.selection import OwnOutput, SkippedFiles
+from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import (
     is_pipe,
     pipes_as_files,
@@ -50,6 +51,7 @@ from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
+from streammega.errors.extras import import_extra
 from streammega.errors.redaction import redact_urls
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
@@ -304,6 +306,7 @@ def plan(
     work_dir = WorkDir.of(prefix, execution.work_dir, storage)
     own_output = OwnOutput(prefix=prefix, work_dir=work_dir.url)
     files = find_inputs(inputs, input_storage, options, skipped_files, own_output)
+    _check_packages(files, options)
     metadata = labels_of(files, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:
         # What is cut keeps the end of its document.
@@ -337,6 +340,16 @@ def plan(
         overwrite=overwrite,
         progress=progress or ProgressObserver(),
     )
+
+
+def _check_packages(files: Sequence[Input], options: ConvertOptions) -> None:
+    """Raise ConfigError for a package that is needed and not installed."""
+    for item in files:
+        package = FORMATS[item.format].package
+        if package:
+            import_extra(package, "convert", f"{item.path}: reading {item.format} needs {package}")
+    if options.provenance:
+        import_extra("pyarrow", "convert", "--provenance needs pyarrow")
 
 
 def merge_settings(

@@ -28,6 +28,7 @@ from streammega.convert.options import ExecutionConfig
 from streammega.convert.read.source import Input
 from streammega.convert.work_dir import WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.errors.extras import import_extra
 from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
 from streammega.storage.progress import Progress
@@ -325,10 +326,7 @@ def _run_on_ray(
 @contextmanager
 def _connected() -> Iterator[Any]:
     """Ray, joined or started; what was joined before is left as it is. Raises ConfigError."""
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("the ray backend needs Ray: pip install 'streammega[ray]'") from None
+    ray = import_extra("ray", "ray", "the ray backend needs Ray")
     is_joined_here = not ray.is_initialized()
     if is_joined_here:
         address = os.environ.get("RAY_ADDRESS")

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
 
 if TYPE_CHECKING:  # pyarrow takes 0.1 s to import: only what reads or writes provenance does
@@ -318,6 +319,7 @@ class ProvenanceReader:
         self._key = key
         self._info = store.info(key)
         self.url = store.url(key)
+        import_extra("pyarrow.parquet", "convert", f"{self.url}: reading it needs pyarrow")
         self._footer_start, self._footer = self._read_footer()
         self._metadata, self._bounds, self._checksums = self._parse_footer()
         self.documents: int = self._metadata.num_rows

@@ -4,7 +4,6 @@ names a missing one.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
+from streammega.errors.extras import import_extra
 
 PACKAGES = {
     "lightning": "lightning",
@@ -30,14 +30,8 @@ def import_framework(module: str, extra: str) -> Any:
     Raises ConfigError if it is not installed, with the names of its package and its extra. Raises
     ImportError if it is installed, but a module that it needs is not.
     """
-    assert extra in PACKAGES, f"no package for the extra {extra}"
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module != missing and not module.startswith(f"{missing}."):
-            raise
-        raise not_installed(module, extra) from None
+    needed_by = f"there is no module {module}, which {PACKAGES[extra]} has"
+    return import_extra(module, extra, needed_by)
 
 
 def class_on_demand(
@@ -107,11 +101,3 @@ def check_phases(
                 f"phase {number} sets sequence_length {length}, and {trainer} takes samples of one "
                 f"length, {config.sequence_length}: leave it out"
             )
-
-
-def not_installed(module: str, extra: str) -> ConfigError:
-    """The error for a missing module of a framework."""
-    return ConfigError(
-        f"there is no module {module}, which {PACKAGES[extra]} has: "
-        f"pip install 'streammega[{extra}]', or {PACKAGES[extra]} itself"
-    )

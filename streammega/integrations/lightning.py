@@ -25,7 +25,7 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.frameworks import check_phases, class_on_demand, not_installed
+from streammega.integrations.frameworks import check_phases, class_on_demand, import_framework
 from streammega.loading import StreamLoader
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
@@ -433,7 +433,7 @@ def _lightning() -> Any:
     for name in PACKAGES:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
-    raise not_installed(PACKAGES[0], "lightning")
+    return import_framework(PACKAGES[0], "lightning")
 
 
 __getattr__ = class_on_demand(

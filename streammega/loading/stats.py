@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from streammega.errors import ConfigError
+from streammega.errors.extras import import_extra
 from streammega.loading.staging import Stager
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.page_cache import CachedStore
@@ -218,12 +219,9 @@ class MetricsServer:
     """
 
     def __init__(self, stats: Stats, port: int, rank: int) -> None:
-        try:
-            import prometheus_client
-        except ImportError:
-            raise ConfigError(
-                "metrics_port needs prometheus_client: pip install 'streammega[metrics]'"
-            ) from None
+        prometheus_client = import_extra(
+            "prometheus_client", "metrics", "metrics_port needs prometheus_client"
+        )
         # of its own: the program's may have figures of another loader by these names
         registry = prometheus_client.CollectorRegistry()
         registry.register(_Collector(stats, rank))

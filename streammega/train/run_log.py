@@ -15,7 +15,8 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
-from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.errors import ObjectNotFoundError, StorageError
+from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
 from streammega.storage.object_ops import read_object
 from streammega.storage.open import is_remote
@@ -186,12 +187,9 @@ def finite(value: Any) -> Any:
 
 
 def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "train.tensorboard needs: pip install 'streammega[tensorboard]'"
-        ) from None
+    import_extra("tensorboard", "tensorboard", "train.tensorboard needs tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"))
 
 

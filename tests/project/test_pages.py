@@ -252,11 +252,13 @@ FEATURES = {
     "matplotlib": "plot",
     "oss2": "oss",
     "prometheus_client": "metrics",
-    "pysbd": "sentences",
+    "pyarrow": "convert",
+    "pysbd": "convert",
     "ray": "ray",
-    "sentencepiece": "tokenizers",
+    "sentencepiece": "convert",
     "tensorboard": "tensorboard",
-    "tiktoken": "tokenizers",
+    "tiktoken": "convert",
+    "tokenizers": "convert",
 }
 """What only some features import, and the extra that brings it."""
 BROUGHT_BY_OTHERS = {
@@ -279,7 +281,7 @@ def distributions(requirements: list[str]) -> set[str]:
 def imported() -> dict[str, list[str]]:
     """Every module of others that the package imports anywhere, and the files that do.
 
-    Also by a function that is told its name: `_import_library("tiktoken", ...)`.
+    Also by a function that takes its name: `import_extra("tiktoken", ...)`.
     """
     own = {"streammega", *sys.stdlib_module_names}
     found: dict[str, list[str]] = {}
@@ -305,11 +307,9 @@ def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
         if module in FRAMEWORKS:
             assert all(file.startswith("integrations/") for file in files)
             continue
-        name = BROUGHT_BY_OTHERS.get(module, module).replace("_", "-")
-        wanted = distributions(extras[FEATURES[module]]) if module in FEATURES else always
-        assert name in wanted, f"{module}, imported by {files}"
-    for module in BROUGHT_BY_OTHERS.values():
-        assert module in always
+        package = BROUGHT_BY_OTHERS.get(module, module)
+        wanted = distributions(extras[FEATURES[package]]) if package in FEATURES else always
+        assert package.replace("_", "-") in wanted, f"{module}, imported by {files}"
     assert "torch.utils.tensorboard" in (PACKAGE / "train/run_log.py").read_text()
 
 
@@ -325,16 +325,20 @@ def test_code_for_another_trainer_is_imported_without_it(path: Path) -> None:
 
 @pytest.mark.guarantee("imported-dependency-installed")
 def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None:
-    """A module that only a feature imports is imported beside a message that names its extra; no
-    other extra is ever named.
+    """A module that only a feature imports is asked for with its extra; no other extra is ever
+    named.
     """
     extras = PROJECT["optional-dependencies"]
     for text in (*PAGES.values(), *(path.read_text() for path in PACKAGE.rglob("*.py"))):
         assert set(re.findall(r"streammega\[(\w+)\]", text)) <= set(extras)
-    places = imported() | {"tensorboard": ["train/run_log.py"], "oss2": ["storage/backends/oss.py"]}
-    for module, extra in FEATURES.items():
-        sources = "".join((PACKAGE / file).read_text() for file in places[module])
-        assert f"streammega[{extra}]" in sources, module
+    asked: dict[str, str] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_extra":
+                module, extra, _ = node.args
+                if isinstance(module, ast.Constant) and isinstance(extra, ast.Constant):
+                    asked[str(module.value).partition(".")[0]] = str(extra.value)
+    assert asked == FEATURES
 
 
 @pytest.mark.guarantee("framework-installed-named")

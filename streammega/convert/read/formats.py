@@ -82,7 +82,8 @@ class Format(NamedTuple):
     """A format of inputs.
 
     signature: (byte, bytes) by which a stream is known. has_text: whether it holds text and nothing
-    else. is_even: whether its documents take as many bytes at its end as in its beginning.
+    else. is_even: whether its documents take as many bytes at its end as in its beginning. package:
+    what reads it, of the extra `convert`.
     """
 
     read: Reader
@@ -91,6 +92,7 @@ class Format(NamedTuple):
     signature: tuple[int, bytes] | None = None
     has_text: bool = False
     is_even: bool = False
+    package: str = ""
 
 
 FORMATS = {
@@ -103,8 +105,10 @@ FORMATS = {
     "lines": Format(read_text_lines, cut=cut_lines, has_text=True, is_even=True),
     "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True, is_even=True),
     "csv": Format(read_csv, (".csv", ".tsv"), has_text=True, is_even=True),
-    "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1")),
-    "arrow": Format(read_arrow, (".arrow", ".feather", ".ipc"), signature=(0, b"ARROW1")),
+    "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow"),
+    "arrow": Format(
+        read_arrow, (".arrow", ".feather", ".ipc"), signature=(0, b"ARROW1"), package="pyarrow"
+    ),
     # POSIX and GNU begin alike at that byte of the first header
     "tar": Format(read_tar, (".tar", ".tgz"), signature=(257, b"ustar")),
     # a .bin with an .idx of the same name, which `inputs.py` finds

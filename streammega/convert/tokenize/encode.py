@@ -27,6 +27,7 @@ from streammega.dataset.conversations import load_record, messages_of, not_utf8,
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
+from streammega.errors.extras import import_extra
 from streammega.storage.fork_lock import process_lock
 
 NO_TOKENIZER = (
@@ -328,12 +329,7 @@ def _conversation(record: Any, where: str) -> list[Part]:
 
 
 def _sentence_splitter(language: str) -> Any:
-    try:
-        import pysbd
-    except ImportError:
-        raise ConfigError(
-            "splitting into sentences needs the pysbd package: pip install 'streammega[sentences]'"
-        ) from None
+    pysbd = import_extra("pysbd", "convert", "splitting into sentences needs pysbd")
     try:
         return pysbd.Segmenter(language=language, clean=False).segment
     except ValueError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -33,6 +32,7 @@ from streammega.convert.tokenize.tokenizer_files import (
     special_token_names,
 )
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
+from streammega.errors.extras import import_extra
 from streammega.kernels import num_threads
 
 FILE_SUFFIX = re.compile(r"\.[a-zA-Z]{2,9}$")
@@ -330,7 +330,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{name}: a SentencePiece model parses no special tokens in a text; use its "
                 f"tokenizer.json, or leave out --special-tokens-in-text"
             )
-        sentencepiece = _import_library("sentencepiece", name)
+        sentencepiece = import_extra("sentencepiece", "convert", f"{name}: needs sentencepiece")
         _check_is_file(name)
         try:
             return cls(name, sentencepiece.SentencePieceProcessor(model_file=name))
@@ -408,7 +408,7 @@ class TiktokenTokenizer(Tokenizer):
     @classmethod
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
         """As the library does by itself, it takes special tokens for text where nothing is said."""
-        tiktoken = _import_library("tiktoken", name)
+        tiktoken = import_extra("tiktoken", "convert", f"{name}: needs tiktoken")
         parse = settings.special_tokens_in_text == "parse"
         encoding = name.removeprefix("tiktoken:")
         try:
@@ -545,16 +545,6 @@ TOKENIZERS: tuple[type[Tokenizer], ...] = (
 """All kinds. The first that reads a name loads it."""
 
 
-def _import_library(library: str, name: str) -> Any:
-    """A package that not every installation has. Raises ConvertError that names the tokenizer."""
-    try:
-        return importlib.import_module(library)
-    except ImportError:
-        raise ConvertError(
-            f"{name}: needs the {library} package: pip install 'streammega[tokenizers]'"
-        ) from None
-
-
 def _check_is_file(name: str) -> None:
     if not os.path.isfile(name):
         raise ObjectNotFoundError(f"{name}: no such tokenizer file; check its path")
@@ -621,10 +611,9 @@ def _as_array(ids: list[int]) -> Ids:
 def _load_huggingface(name: str) -> Any:
     """The library's tokenizer of a file, a folder, a pair of files or a name on the hub.
 
-    Raises ConvertError.
+    Raises ConfigError, ConvertError.
     """
-    from tokenizers import Tokenizer as Model
-
+    Model = import_extra("tokenizers", "convert", f"{name}: needs tokenizers").Tokenizer
     pair = find_gpt2_files(name)
     in_folder = os.path.join(name, "tokenizer.json")
     if pair is not None and not os.path.isfile(in_folder):

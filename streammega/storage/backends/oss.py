@@ -41,7 +41,6 @@ OSS_OPTIONS = frozenset(
         "use_listings_cache",
     )
 )
-INSTALL = "pip install 'streammega[oss]'"
 _ALIYUN = ".aliyuncs.com"
 _REGION_OF_HOST = re.compile(
     r"(?:vpc100-)?oss-(?!accelerate)([a-z]+-[a-z0-9-]+?)(?:-internal)?\..+"

@@ -14,9 +14,10 @@ from operator import attrgetter
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors import StorageError, StreammegaError
+from streammega.errors.extras import import_extra
 from streammega.errors.redaction import redact, redact_answer
-from streammega.storage.backends.oss import INSTALL, oss_endpoint
+from streammega.storage.backends.oss import oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.etags import check_version
@@ -112,12 +113,9 @@ class Oss2Store(RemoteStore):
         return lambda: credentials.renew(used)
 
     def _open(self) -> Any:
-        try:
-            import oss2
-        except ImportError as error:
-            raise ConfigError(
-                f"oss://: transport='fsspec' and forked workers need oss2: {INSTALL} ({error})"
-            ) from None
+        oss2 = import_extra(
+            "oss2", "oss", "oss://: transport='fsspec' and forked workers need oss2"
+        )
         endpoint = oss_endpoint(self.root, self._config.storage_options, os.environ)
         auth: Any = oss2.AnonymousAuth()
         if self._credentials is not None:
