@@ -170,6 +170,48 @@ def test_settings_files_and_pods_of_the_pages_are_parsed(page: str) -> None:
             assert all(file["kind"] and file["spec"] for file in yaml.safe_load_all(body))
 
 
+TESTED_IN = {
+    "README.md": "project/test_readme.py",
+    "coming-from.md": "project/test_page_programs.py",
+    "loops.md": "project/test_page_programs.py",
+    "phases.md": "loading/test_phased_runs.py",
+    "provenance.md": "project/test_provenance_page.py",
+    "start.md": "project/test_page_programs.py",
+    "torchdata.md": "integrations/test_torchdata.py",
+    "torchtitan.md": "integrations/test_torchtitan.py",
+    "trainers.md": "integrations/test_trainers_page.py",
+    "webdataset.md": "integrations/test_webdataset.py",
+}
+"""Pages whose Python programs a test of their own runs. Those of all others are run here."""
+NOT_RUN = re.compile(r"^<!-- not run: (.+) -->\n```python\n(?:.*\n)*?```$", re.M)
+WITH_PYTHON = {
+    path.name: path.read_text()
+    for path in sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+    if re.search(r"^ *```python$", path.read_text(), re.M)
+}
+
+
+@pytest.mark.guarantee("programs-of-pages")
+@pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_every_python_program_of_a_page_runs_or_says_why_not(page: str) -> None:
+    if page in TESTED_IN:
+        assert page in (ROOT / "tests" / TESTED_IN[page]).read_text()
+        assert not NOT_RUN.findall(WITH_PYTHON[page])
+        return
+    names: dict[str, Any] = {}
+    for _, language, body in BLOCK.findall(NOT_RUN.sub("", WITH_PYTHON[page])):
+        if language == "python":
+            exec(compile(body, page, "exec"), names)
+
+
+@pytest.mark.guarantee("programs-of-pages")
+def test_one_program_of_the_pages_is_not_run() -> None:
+    """What cannot run here is marked with its reason, and counted: it should stay rare."""
+    counts = {page: len(NOT_RUN.findall(text)) for page, text in WITH_PYTHON.items()}
+    assert {page: count for page, count in counts.items() if count} == {"megatron.md": 1}
+
+
 def shell_blocks() -> list[tuple[str, str]]:
     """The blocks of all pages that are for a shell, by their pages."""
     pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
