@@ -26,6 +26,7 @@ OUTSIDE = {"README.md": "index.md"} | {
 """Files outside of docs/ that are on the site, by their place there."""
 EXAMPLES = "tools/examples"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
+CELL = re.compile(r"<td>.*?</td>", re.S)
 LINKED = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
@@ -52,6 +53,11 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     source = page.file.src_uri
     return text if source in OUTSIDE.values() else with_links_of_the_site(text, f"docs/{source}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Without the backslashes that GitHub needs before `|` in the code of tables."""
+    return CELL.sub(lambda found: found[0].replace("\\|", "|"), html)
 
 
 def on_env(env: Any, config: Any, files: Files) -> Any:

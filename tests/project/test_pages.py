@@ -151,7 +151,8 @@ def test_every_command_is_on_a_page() -> None:
 
 
 def test_the_schemes_of_the_page_are_those_of_the_code() -> None:
-    rows = re.findall(r"^\| (.*?`.*?) \|", PAGES["storage"].split("\n\n")[1], re.M)
+    table = PAGES["storage"].split("| URL |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.*?`.*?) \|", table, re.M)
     named = {scheme for row in rows for scheme in re.findall(r"`(\w+)://", row)}
     assert named - {"file", "hdfs"} == set(SCHEMES), "a row of docs/storage.md"
 
