@@ -25,9 +25,9 @@ SECONDS_AHEAD = 20.0
 """Batches are planned ahead for this time of the caller. A slow caller needs its cores for other work."""
 REFILL = 4
 """Planning goes on after the caller has taken 1/REFILL of the batches that are planned ahead."""
-SECONDS_FETCHED = 0.1
+SECONDS_FETCHED = 0.25
 """Time of the caller for which bytes are fetched ahead. A request that the storage answers very late
-is sent a second time within it.
+is sent a second time within it, even where a busy main thread keeps Python's lock.
 """
 MAX_WAIT_SHARE = 0.1
 """A caller that waits for a larger share of its own time is faster than the storage."""

@@ -83,16 +83,30 @@ def test_every_side_of_the_conversion_bench_is_one_that_a_process_can_run(
         assert told.startswith("| "), f"{name} printed {told!r}"
 
 
-def test_the_table_names_the_best_of_all_others_and_of_those_that_shuffle_over_everything(
+def test_the_table_compares_equal_fields_and_says_the_peak_memory_of_both_sides(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ours = {"ours": 300e6, "ours, 1 MiB blocks": 400e6}
-    rates = {"litdata 0": 90e6, "litdata 2": 150e6, "mosaic 0": 20e6, "mosaic 2": 10e6} | ours
-    table.print_epochs(rates, "loopback", goals=("2x", "15x"))
-    default, shuffled, wide, _ = capsys.readouterr().out.splitlines()
-    assert default.endswith("vs litdata, 2 workers | 150 | 300 | 2.0x | 2x |")
-    assert shuffled.endswith("vs mosaicml-streaming | 20 | 300 | 15.0x | 15x |")
-    assert wide.endswith("1 MiB blocks, M tokens/s, vs litdata, 2 workers | 150 | 400 | 2.7x |  |")
+    rates = {
+        "litdata 0 ids": 90e6,
+        "mosaic 2 ids": 10e6,
+        "litdata 2 int64": 75e6,
+        "ours 0 ids": 270e6,
+        "ours 0 int64": 150e6,
+        "ours 0 int64, 1 MiB blocks": 160e6,
+        "ours 2 int64, forked": 80e6,
+        "ours 2 int64, spawned": 70e6,
+    }
+    measured = {side: [{"rate": rate, "peak": rate}] for side, rate in rates.items()}
+    table.print_epochs(measured, "loopback", goal="1.5x")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(", M tokens/s, ")[2] for line in lines] == [
+        "vs litdata | 90 | 270 | 3.00x | 1.5x | 90, 270 |",
+        "vs mosaicml-streaming, 2 workers | 10 | 270 | 27.00x | 1.5x | 10, 270 |",
+        "vs litdata, 2 workers | 75 | 150 | 2.00x | 1.5x | 75, 150 |",
+        "vs litdata, 2 workers | 75 | 80 | 1.07x | 1.0x | 75, 80 |",
+        "vs litdata, 2 workers | 75 | 70 | 0.93x | 1.0x | 75, 70 |",
+        "vs 1 MiB blocks | 160 | 150 | 0.94x | 0.9x | 160, 150 |",
+    ]
 
 
 def test_a_figure_that_fails_leaves_the_others_of_the_table(
@@ -108,7 +122,7 @@ def test_a_figure_that_fails_leaves_the_others_of_the_table(
     monkeypatch.setattr("sys.argv", ["table.py", "--figures", "epochs", "blends"])
     assert table.main() == 1
     told = capsys.readouterr()
-    assert told.out.endswith("| blend |  | 1 |  |  |\n")
+    assert told.out.endswith("| blend |  | 1 |  |  |  |\n")
     assert "KeyError" in told.err
 
 

@@ -7,9 +7,11 @@ within one run, who goes first changes from round to round, and ratios are those
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import inspect
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -114,6 +116,22 @@ def peak_bytes() -> int:
     """The peak memory of this process, whose threads do the work."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def bytes_with_workers() -> int:
+    """The memory of this process and its workers now; 0 without workers.
+
+    Memory that several of them share counts once.
+    """
+    workers = multiprocessing.active_children()
+    pids = [os.getpid(), *(worker.pid for worker in workers)] if workers else []
+    total = 0
+    for pid in pids:
+        # a worker may end meanwhile
+        with contextlib.suppress(OSError):
+            usage = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(usage.partition("\nPss:")[2].split()[0]) * 1024
+    return total
 
 
 RESULT = "RESULT "

@@ -36,6 +36,8 @@ from xml.sax.saxutils import escape
 
 SHAPED_CHUNK = 128 * 1024
 SEND_CHUNK = 1 << 20
+LINK_BURST = 0.01
+"""Seconds of a shared link that are made up for, as timers are late."""
 LISTED_AT_ONCE = 1000
 """Objects and folders of one answer to a listing, as in S3."""
 CLOCK = 100_000_000
@@ -153,6 +155,8 @@ class Connection:
         self.delay = 0.0
         """Seconds before its first byte, from its turn on."""
         self.busy = False
+        self.has_link = False
+        """Whether the next piece has its place on the shared link."""
 
 
 @dataclasses.dataclass
@@ -489,21 +493,25 @@ class Server:
                 is_broken = connection.fault in ("reset", "truncate", "stall")
                 if is_broken and connection.remaining <= connection.fault_at:
                     return self.break_off(connection)
-                if self.behaviour.link and self.link_at > time.monotonic():
-                    return self.later(connection, self.link_at - time.monotonic())
                 is_shaped = self.behaviour.bandwidth or self.behaviour.link
                 size = min(connection.remaining, SHAPED_CHUNK if is_shaped else SEND_CHUNK)
                 if self.behaviour.bandwidth:
                     # Ten pieces a second at least, so that a slow drip is no stall.
                     size = min(size, max(1, int(self.behaviour.bandwidth / 10)))
+                if self.behaviour.link and not connection.has_link:
+                    now = time.monotonic()
+                    place = max(self.link_at, now - LINK_BURST)
+                    self.link_at = place + size / self.behaviour.link
+                    connection.has_link = True
+                    if place > now:
+                        return self.later(connection, place - now)
                 sent = os.sendfile(
                     connection.sock.fileno(), connection.file, connection.offset, size
                 )
                 connection.offset += sent
                 connection.remaining -= sent
+                connection.has_link = False
                 self.counts["bytes"] += sent
-                if self.behaviour.link:
-                    self.link_at = max(self.link_at, time.monotonic()) + sent / self.behaviour.link
                 if self.behaviour.bandwidth and connection.remaining:
                     return self.later(connection, sent / self.behaviour.bandwidth)
         except BlockingIOError:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterable
@@ -45,6 +46,8 @@ def consume(batches: Iterable[Any], seconds: float, warmup: int = 0) -> Result:
     spent = cpu_seconds()
     first = began
     count = 0
+    looked_at = began
+    peak = 0
     for number, _ in enumerate(batches):
         now = time.perf_counter()
         if number == 0:
@@ -54,6 +57,9 @@ def consume(batches: Iterable[Any], seconds: float, warmup: int = 0) -> Result:
             spent = cpu_seconds()
             continue
         count += BATCH
+        if now - looked_at > 0.5:
+            looked_at = now
+            peak = max(peak, harness.bytes_with_workers())
         if seconds and now - began > seconds:
             break
     taken = time.perf_counter() - began
@@ -64,7 +70,7 @@ def consume(batches: Iterable[Any], seconds: float, warmup: int = 0) -> Result:
         "rate": count / taken,
         "tokens": count * S / taken,
         "cpu": (cpu_seconds() - spent) / max(1, count * S) * 1e9,
-        "peak": harness.peak_bytes(),
+        "peak": max(peak, harness.peak_bytes()),
     }
 
 
@@ -143,43 +149,86 @@ def imports_only(a: Result) -> Result:
     return {"peak": harness.peak_bytes()}
 
 
+CATCH_UP = 0.05
+"""Seconds that a paced consumer makes up for. Calls take unequal time, and sleeps are too long."""
+
+
+class Sleeper(threading.Thread):
+    """Sleeps again and again. Notes by how much the longest sleep was too long."""
+
+    SECONDS = 0.005
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest = 0.0
+
+    def run(self) -> None:
+        while True:
+            due = time.perf_counter() + self.SECONDS
+            time.sleep(self.SECONDS)
+            self.longest = max(self.longest, time.perf_counter() - due)
+
+
 def paced(a: Result) -> Result:
-    """A consumer that asks at a share of the bandwidth measured before: what it waited after a
-    warm-up, and by how much its own sleeps were too long.
+    """A consumer that takes so many bytes a second: how long it waits for data after a warm-up.
+
+    With `busy` it computes in Python between batches, in place of sleeping. With `workers` a torch
+    DataLoader with so many forked workers reads.
     """
+    import torch
+
     import streammega as sm
 
-    loader = sm.StreamLoader(config_of(a), micro_batch_size=BATCH, global_batch_size=256)
+    batch_sizes: dict[str, Any] = {"micro_batch_size": BATCH, "global_batch_size": 256}
+    batches: Iterable[Any]
+    if a.get("workers"):
+        dataset = sm.StreamingDataset(config_of(a), **batch_sizes)
+        batches = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=a["workers"],
+            prefetch_factor=a["prefetch"],
+            multiprocessing_context="fork",
+        )
+    else:
+        batches = sm.StreamLoader(config_of(a), **batch_sizes)
+
     step = BATCH * S * 2 / a["bytes_per_second"]
-    due = 0.0
-    warm = 0.0
-    waits = [0.0]
-    overslept = 0.0
-    end = a["warmup_seconds"] + a["seconds"]
-    with loader:
-        began = time.perf_counter()
-        iterator = iter(loader)
-        while True:
-            called_at = time.perf_counter()
-            next(iterator)
-            now = time.perf_counter()
-            if now - began > end:
-                break
-            if now - began > a["warmup_seconds"]:
-                warm = warm or loader.stats()["wait_total"]
-                waits.append(now - called_at)
-            due = max(due, called_at) + step
-            if due > time.perf_counter():
-                time.sleep(max(0.0, due - time.perf_counter()))
-                if warm:
-                    overslept = max(overslept, time.perf_counter() - due)
-        stats = loader.stats()
-    # what the loader waited for data, without the call itself
-    waited = stats["wait_total"] - warm
+    due = time.perf_counter()
+    waited = 0.0
+    calls: list[float] = []
+    sleeper = Sleeper()
+    began = time.perf_counter()
+    iterator: Any = iter(batches)
+    while True:
+        # A DataLoader counts no waits: its calls wait where its workers have sent nothing yet.
+        waits = a.get("workers") and iterator._worker_result_queue.empty()
+        called_at = time.perf_counter()
+        next(iterator)
+        now = time.perf_counter()
+        if now - began > a["warmup_seconds"]:
+            if not calls:
+                sleeper.start()
+                if isinstance(batches, sm.StreamLoader):
+                    waited = -batches.stats()["wait_total"]
+            calls.append(now - called_at)
+            if waits:
+                waited += calls[-1]
+        if now - began > a["warmup_seconds"] + a["seconds"]:
+            break
+        due = max(due, now - CATCH_UP) + step
+        if a.get("busy"):
+            while time.perf_counter() < due:
+                pass
+        else:
+            time.sleep(max(0.0, due - time.perf_counter()))
+    if isinstance(batches, sm.StreamLoader):
+        waited += batches.stats()["wait_total"]
     return {
         "stall_share": waited / a["seconds"],
-        "worst": max(waits),
-        "overslept": overslept,
+        "longest": max(calls),
+        "overslept": sleeper.longest,
+        "rate": len(calls) * BATCH * S * 2 / a["seconds"],
     }
 
 

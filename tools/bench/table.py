@@ -38,9 +38,11 @@ PEERS = {
 WELL_SHUFFLED = "mosaic"
 """The loader that shuffles over everything. The others shuffle within a shard or a buffer."""
 WORKERS = (0, 2)
+FIELDS = ("ids", "int64")
+"""What batches have: ids in the stored dtype, or tokens and labels in int64."""
 PEER_SECONDS = 15
 """Most seconds of an epoch of another loader. The slowest would take minutes."""
-LONGER_SECONDS = 90
+LONGER_SECONDS = 45
 """Most seconds of a loader that shuffles over everything, with workers. It fetches most of the data
 for its first batch, and its rate counts from there.
 """
@@ -50,12 +52,11 @@ SAMPLES = 10**7
 """More samples than are read of local files in that time."""
 BLEND = (256, 2_000_000)
 """Datasets of the blend that is built, and its samples."""
-STALL_SECONDS = 600
 STALL_WARM_UP = 30
-STALL_RATE = 0.85 * 400e6
-"""Bytes a second of the consumer: 85 % of a link of 400 MB/s, so that bandwidth and not the CPU is the
-limit.
-"""
+STALL_LINK = 100e6
+"""Bytes a second of the link, so few that it and not the CPU is the limit."""
+STALL_SHARE = 0.85
+"""The consumer takes this share of the link."""
 Result = dict[str, Any]
 
 
@@ -64,6 +65,7 @@ class Chosen(argparse.Namespace):
 
     runs: int
     peers: Sequence[str]
+    stall_seconds: int
 
 
 FIGURES = harness.Figures()
@@ -77,11 +79,17 @@ def print_row(
     digits: int = 0,
     ratio: Callable[[float, float], str] | None = None,
     goal: str = "",
+    memory: str = "",
 ) -> None:
-    """Print a line of the table. goal: what the ratio, or our figure, should reach."""
+    """Print a line of the table.
+
+    Args:
+        goal: what the ratio, or our figure, should reach.
+        memory: the peak memory of the other side and of ours, MB, imports included.
+    """
     cells = ["" if value is None else f"{value:,.{digits}f}" for value in (theirs, ours)]
     compared = ratio(ours, theirs) if ratio is not None and theirs is not None else ""
-    harness.row(figure, *cells, compared, goal)
+    harness.row(figure, *cells, compared, goal, memory)
 
 
 def times(ours: float, theirs: float, digits: int = 1) -> str:
@@ -126,57 +134,41 @@ def transport(chosen: Chosen) -> None:
 
 @FIGURES.figure()
 def epochs(chosen: Chosen) -> None:
-    """On loopback: whole epochs, workers, host CPU, the first batch, peak memory."""
+    """On loopback: whole epochs, peak memory, host CPU, the first batch."""
     measured = epochs_of(chosen, "unshaped")
-    rates = medians_of(measured, "rate")
-    print_epochs(rates, "loopback", goals=("1.5x", "15x"))
-    print_workers(rates)
+    print_epochs(measured, "loopback", goal="1.5x")
     print_cpu(medians_of(measured, "cpu"))
     print_first(medians_of(measured, "first"), "loopback")
-    print_peaks(medians_of(measured, "peak"))
-
-
-@FIGURES.figure()
-def id_epochs(chosen: Chosen) -> None:
-    """On loopback and with 20 ms: whole epochs of ids in their stored dtype, for every loader."""
-    for shape, where, goal in (("unshaped", "loopback", "1.5x"), ("shaped", "20 ms", "2x")):
-        measured = epochs_of(chosen, shape, ids_only=True)
-        rates = medians_of(measured, "rate")
-        for side in of_peers(rates):
-            title = f"whole shuffled epoch of ids, {where}, M tokens/s, vs {named(side)}"
-            print_row(title, rates["ours"] / 1e6, rates[side] / 1e6, ratio=times, goal=goal)
-        if shape == "unshaped":
-            print_peaks(medians_of(measured, "peak"))
 
 
 @FIGURES.figure()
 def far_epochs(chosen: Chosen) -> None:
-    """With 20 ms: whole epochs, the first batch."""
+    """With 20 ms: whole epochs, peak memory, the first batch."""
     measured = epochs_of(chosen, "shaped")
-    print_epochs(medians_of(measured, "rate"), "20 ms", goals=("2x", "50x"))
+    print_epochs(measured, "20 ms", goal="2x")
     print_first(medians_of(measured, "first"), "20 ms")
 
 
-def epochs_of(chosen: Chosen, shape: str, *, ids_only: bool = False) -> dict[str, list[Result]]:
+def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
     """Results of each side: tokens/s with the first batch, CPU seconds per 10^9 tokens, seconds to
     the first batch, peak memory.
 
-    ids_only: all sides give ids in the stored dtype; else tokens and labels in int64.
+    Names of sides: "ours" or another loader, its number of workers, what batches have: ids in the
+    stored dtype, or int64, tokens and labels.
     """
     with runner.serving(peers=True) as bench:
         bench.server.behave(**SHAPES[shape])
         sides: dict[str, Callable[[], Result | None]] = {}
-        for peer in chosen.peers:
-            for workers in WORKERS:
-                sides[f"{peer} {workers}"] = partial(peer_epoch, bench, peer, workers, ids_only)
-        sides["ours"] = partial(our_epoch, bench, ids_only=ids_only)
-        if ids_only:
-            return harness.in_turns(chosen.runs, sides)
-        sides["ours, 1 MiB blocks"] = partial(our_epoch, bench, data=WIDE)
-        if shape == "unshaped":  # these do not depend on the distance
-            sides["ours, ids"] = partial(our_epoch, bench, ids_only=True)
-            for name, options in runner.OUR_WORKERS.items():
-                sides[f"ours, {name}"] = partial(our_workers, bench, **options)
+        for fields in FIELDS:
+            for peer in chosen.peers:
+                for workers in WORKERS:
+                    side = partial(peer_epoch, bench, peer, workers, fields == "ids")
+                    sides[f"{peer} {workers} {fields}"] = side
+            sides[f"ours 0 {fields}"] = partial(our_epoch, bench, ids_only=fields == "ids")
+        sides["ours 0 int64, 1 MiB blocks"] = partial(our_epoch, bench, data=WIDE)
+        for method in runner.OUR_WORKERS:
+            side = partial(our_workers, bench, **runner.OUR_WORKERS[method])
+            sides[f"ours 2 int64, {method}"] = side
         return harness.in_turns(chosen.runs, sides)
 
 
@@ -188,9 +180,9 @@ def peer_epoch(bench: Bench, peer: str, workers: int, ids_only: bool) -> Result 
     result = bench.side(peer, endpoint=endpoint, **options)
     if not result:
         return None
-    measured = {"rate": result["tokens"], "first": result["first"]}
-    # The CPU time and memory of workers are unknown.
-    return measured if workers else measured | {"cpu": result["cpu"], "peak": result["peak"]}
+    measured = {"rate": result["tokens"], "first": result["first"], "peak": result["peak"]}
+    # The CPU time of workers that run on is unknown.
+    return measured if workers else measured | {"cpu": result["cpu"]}
 
 
 def our_epoch(bench: Bench, **arguments: Any) -> Result | None:
@@ -207,79 +199,78 @@ def our_workers(bench: Bench, **options: Any) -> Result | None:
     result = bench.side(
         "ours_workers", endpoint=bench.server.endpoint, workers=2, **WHOLE_EPOCH, **options
     )
-    return {"rate": result["tokens"], "cpu": result["cpu"]} if result else None
+    if not result:
+        return None
+    return {"rate": result["tokens"], "cpu": result["cpu"], "peak": result["peak"]}
 
 
-def of_peers(by_side: Mapping[str, float]) -> dict[str, float]:
-    """Without our sides."""
-    return {side: value for side, value in by_side.items() if not side.startswith("ours")}
+def rivals_of(by_side: Mapping[str, float], fields: str, workers: str) -> list[str]:
+    """Sides of other loaders with these fields and so many workers."""
+    return [
+        side
+        for side in by_side
+        if not side.startswith("ours") and side.endswith(f" {workers} {fields}")
+    ]
+
+
+def print_epochs(measured: Mapping[str, Sequence[Result]], where: str, goal: str) -> None:
+    """Each of our sides, compared with every other loader that gives the same fields."""
+    rates = medians_of(measured, "rate")
+    peaks = medians_of(measured, "peak")
+
+    def compare(what: str, side: str, rival: str, goal: str) -> None:
+        memory = f"{peaks[rival] / 1e6:,.0f}, {peaks[side] / 1e6:,.0f}"
+        title = f"whole shuffled epoch, {where}, {what}, M tokens/s, vs {rival}"
+        ours, theirs = rates[side] / 1e6, rates[rival] / 1e6
+        print_row(
+            title.replace(rival, named(rival)),
+            ours,
+            theirs,
+            ratio=two_digits,
+            goal=goal,
+            memory=memory,
+        )
+
+    for fields in FIELDS:
+        for rival in (*rivals_of(rates, fields, "0"), *rivals_of(rates, fields, "2")):
+            compare(fields, f"ours 0 {fields}", rival, goal)
+    for method in runner.OUR_WORKERS:
+        for rival in rivals_of(rates, "int64", "2"):
+            compare(f"int64, 2 workers {method}", f"ours 2 int64, {method}", rival, "1.0x")
+    compare("int64, default blocks", "ours 0 int64", "ours 0 int64, 1 MiB blocks", "0.9x")
 
 
 def named(side: str) -> str:
-    """A side of another loader, for people."""
-    peer, workers = side.rsplit(" ", 1)
-    return PEERS[peer] if workers == "0" else f"{PEERS[peer]}, {workers} workers"
-
-
-def rivals_of(by_side: Mapping[str, float], choose: Callable[..., str]) -> list[str]:
-    """The best side of all other loaders, and the best of those that shuffle over everything."""
-    peers = of_peers(by_side)
-    shuffled = [side for side in peers if side.startswith(WELL_SHUFFLED)]
-    rivals = [choose(peers, key=lambda side: peers[side])] if peers else []
-    if shuffled:
-        rivals.append(choose(shuffled, key=lambda side: peers[side]))
-    return rivals
-
-
-def print_epochs(rates: Mapping[str, float], where: str, goals: Sequence[str]) -> None:
-    for side, blocks in (("ours", "default blocks"), ("ours, 1 MiB blocks", "1 MiB blocks")):
-        for rival, goal in zip(rivals_of(rates, max), goals, strict=False):
-            title = f"whole shuffled epoch, {where}, {blocks}, M tokens/s, vs {named(rival)}"
-            ours, theirs = rates[side] / 1e6, rates[rival] / 1e6
-            print_row(title, ours, theirs, ratio=times, goal=goal if side == "ours" else "")
-
-
-def print_workers(rates: Mapping[str, float]) -> None:
-    """Compared with each other loader with as many workers."""
-    with_workers = [side for side in of_peers(rates) if side.endswith(" 2")]
-    for method in runner.OUR_WORKERS:
-        for rival in with_workers:
-            title = f"torch DataLoader, 2 workers {method}, M tokens/s, vs {named(rival)}"
-            ours, theirs = rates[f"ours, {method}"] / 1e6, rates[rival] / 1e6
-            print_row(title, ours, theirs, ratio=times, goal="1.0x")
+    """A side, for people."""
+    loader, workers, rest = side.split(" ", 2)
+    if loader == "ours":
+        return rest.partition(", ")[2]
+    return PEERS[loader] if workers == "0" else f"{PEERS[loader]}, {workers} workers"
 
 
 def print_cpu(seconds: Mapping[str, float]) -> None:
-    """All our modes, compared with the best other loader and the best that shuffles well."""
-    modes = {
-        "ours": "int64",
-        "ours, ids": "ids",
-        "ours, 1 MiB blocks": "int64, 1 MiB blocks",
-        "ours, forked": "int64, DataLoader with 2 forked workers",
-        "ours, spawned": "int64, DataLoader with 2 spawned workers",
-    }
-    for side, mode in modes.items():
-        for rival, goal in zip(rivals_of(seconds, min), ("0.8x", "0.3x"), strict=False):
-            title = f"host CPU seconds per 10^9 tokens, {mode}, vs {named(rival)}"
-            print_row(title, seconds[side], seconds[rival], digits=1, ratio=two_digits, goal=goal)
+    """Compared with the other loader that takes least."""
+    for fields in FIELDS:
+        rivals = rivals_of(seconds, fields, "0")
+        if rivals:
+            rival = min(rivals, key=lambda side: seconds[side])
+            title = f"host CPU seconds per 10^9 tokens, {fields}, vs {named(rival)}"
+            ours = seconds[f"ours 0 {fields}"]
+            print_row(title, ours, seconds[rival], digits=1, ratio=two_digits, goal="0.8x")
+    for method in runner.OUR_WORKERS:
+        title = f"host CPU seconds per 10^9 tokens, int64, DataLoader with 2 {method} workers"
+        print_row(title, seconds[f"ours 2 int64, {method}"], digits=1)
 
 
 def print_first(seconds: Mapping[str, float], where: str) -> None:
     """Compared with other loaders without workers, which would have to be started."""
-    peers = {side: value for side, value in of_peers(seconds).items() if side.endswith(" 0")}
-    rival = min(peers, key=lambda side: peers[side])
-    title = f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}"
-    goal = "0.2 s and the round trips"
-    print_row(title, seconds["ours"], peers[rival], digits=2, ratio=two_digits, goal=goal)
-
-
-def print_peaks(peaks: Mapping[str, float]) -> None:
-    """The most memory of a process without workers, imports included."""
-    ours = {side: value / 1e6 for side, value in peaks.items() if side.startswith("ours")}
-    for rival, theirs in of_peers(peaks).items():
-        for side, mine in ours.items():
-            title = f"peak memory of an epoch, imports included, MB, {side}, vs {named(rival)}"
-            print_row(title, mine, theirs / 1e6, ratio=two_digits)
+    rivals = rivals_of(seconds, "int64", "0")
+    if rivals:
+        rival = min(rivals, key=lambda side: seconds[side])
+        title = f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}"
+        ours, theirs = seconds["ours 0 int64"], seconds[rival]
+        goal = "0.2 s and the round trips"
+        print_row(title, ours, theirs, digits=2, ratio=two_digits, goal=goal)
 
 
 # --- the Megatron order, and what other modes cost -----------------------------------------------
@@ -449,32 +440,50 @@ def openings(chosen: Chosen) -> None:
                 title = f"opening {name}, {where}, seconds: cold; from the local cache"
                 cells = f"{seconds['cold']:.2f}; {seconds['again']:.2f}"
                 goal = "1 s; 0.3 s" if what == "blend" else "2 s; 0.3 s"
-                harness.row(title, "", cells, "", goal)
+                harness.row(title, "", cells, "", goal, "")
 
 
 @FIGURES.figure(by_default=False)
 def stalls(chosen: Chosen) -> None:
     """Ten minutes of a consumer at 85 % of what a link gives, 1 % of requests 20 times slower."""
+    waits_of(chosen, "stalls")
+
+
+@FIGURES.figure(by_default=False)
+def busy_stalls(chosen: Chosen) -> None:
+    """The same with a main thread that computes in Python all the time."""
+    waits_of(chosen, "stalls beside a busy main thread", busy=True)
+
+
+@FIGURES.figure(by_default=False)
+def forked_stalls(chosen: Chosen) -> None:
+    """The same by a torch DataLoader with two forked workers."""
+    waits_of(chosen, "stalls of a DataLoader with 2 forked workers", workers=2, prefetch=64)
+
+
+def waits_of(chosen: Chosen, what: str, **options: Any) -> None:
+    """Print how long a paced consumer waited."""
     with runner.serving() as bench:
-        bench.server.behave(**SHAPES["shaped"], slow_share=0.01, slow_factor=20.0)
+        bench.server.behave(**SHAPES["shaped"], slow_share=0.01, slow_factor=20.0, link=STALL_LINK)
         result = bench.side(
             "paced",
             endpoint=bench.server.endpoint,
             prefix="s3://data/web",
             num_samples=10**9,
-            bytes_per_second=STALL_RATE,
+            bytes_per_second=STALL_SHARE * STALL_LINK,
             warmup_seconds=STALL_WARM_UP,
-            seconds=STALL_SECONDS,
+            seconds=chosen.stall_seconds,
+            **options,
         )
     if not result:
         raise SystemExit("the consumer failed")
     title = (
-        f"stalls of {STALL_SECONDS // 60} minutes at {STALL_RATE / 1e6:.0f} MB/s, 20 ms, "
-        "1 % of requests 20x slower: share of the time; longest wait, longest overshoot of a sleep"
+        f"{what}, {chosen.stall_seconds} s at {result['rate'] / 1e6:.0f} MB/s, 20 ms, "
+        "1 % of requests 20x slower: share of the time; longest call, longest overshoot of a sleep"
     )
-    longest = f"{1e3 * result['worst']:.0f} ms, {1e3 * result['overslept']:.0f} ms"
+    longest = f"{1e3 * result['longest']:.0f} ms, {1e3 * result['overslept']:.0f} ms"
     harness.row(
-        title, "", f"{100 * result['stall_share']:.3f} %; {longest}", "", "0.1 %; 50 ms apart"
+        title, "", f"{100 * result['stall_share']:.3f} %; {longest}", "", "0.1 %; 50 ms apart", ""
     )
 
 
@@ -532,9 +541,10 @@ def memory(chosen: Chosen) -> None:
 def main() -> int:
     parser = harness.parser(__doc__, FIGURES)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--stall-seconds", type=int, default=600, help="(%(default)s)")
     chosen = parser.parse_args(namespace=Chosen())
     harness.print_head((*runner.PACKAGES, "numba", "tokenizers", "zstandard"), chosen.runs)
-    harness.table("figure", "other side", "streammega", "ratio", "goal")
+    harness.table("figure", "other side", "streammega", "ratio", "goal", "peak memory, MB")
     return harness.print_figures(FIGURES, chosen)
 
 
