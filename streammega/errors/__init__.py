@@ -70,6 +70,8 @@ class StorageError(StreammegaError):
     """The endpoint asked for fewer requests."""
     silent = False
     """No server answered, so the endpoint may not exist."""
+    upload_refused = False
+    """Credentials have expired within an upload, or the clock jumped. It cannot go on, but another may."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):

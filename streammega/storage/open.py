@@ -137,8 +137,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     config = config.for_url(url)
     raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
-        local: Store = LocalStore() if config.local_io == "mmap" else PreadStore(config)
-        return local, local_path(url)
+        return (LocalStore if config.local_io == "mmap" else PreadStore)(config), local_path(url)
     scheme = scheme_of(url)
     rest = url.partition("://")[2]
     if scheme in _LAZY_SCHEMES and scheme not in _registered:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from streammega.storage.etags import is_etag
 from streammega.storage.http_errors import short_read
 from streammega.storage.thread_pool import parallel_map
 
+Result = TypeVar("Result")
 Buffer = memoryview
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
@@ -44,6 +46,8 @@ class ObjectInfo:
 
 Part = tuple[ObjectInfo, int, int]
 """Bytes [start, stop) of an object."""
+MAX_UPLOADS = 3
+"""Times that an object is written, each after its upload was refused."""
 PARTS_TOGETHER = 16
 """Most parts that a thread reads as one task."""
 
@@ -262,6 +266,20 @@ def atomic_writer(store: Store, key: str) -> Iterator[ObjectWriter]:
     except BaseException:
         writer.abort()
         raise
+
+
+def write_again(store: Store, key: str, write: Callable[[], Result]) -> Result:
+    """`write()` an object; again where its upload was refused, and the server accepts requests now."""
+    for tries_left in reversed(range(MAX_UPLOADS)):
+        try:
+            return write()
+        except StorageError as error:
+            if not (error.upload_refused and tries_left):
+                raise
+        # Waits for it, and raises as all requests do.
+        with suppress(ObjectNotFoundError):
+            store.read(key, [(0, 1)])
+    raise AssertionError("the last try raises")
 
 
 def create_on_condition(store: Store, key: str, data: bytes) -> bool:

@@ -19,6 +19,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.errors import EndpointError
+from streammega.storage import retry
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch import fetcher
@@ -215,6 +216,26 @@ def test_a_wait_after_one_that_was_interrupted_waits_for_its_own_groups() -> Non
         made.wait([second])
         assert second.ready
         made.release([first, second])
+
+
+def test_a_long_wait_for_an_answer_that_has_not_failed_yet_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retry, "WARN_EVERY_S", 0.05)
+    said = threading.Event()
+
+    class Silent(Recorded):
+        def url(self, key: str) -> str:
+            return f"s3://bucket/{key}"
+
+    def answer_late(start: int) -> None:
+        wait_until(lambda: bool(caplog.messages))
+        said.set()
+
+    fetch(Silent(answer_late), CONFIG, 1)
+    assert said.is_set()
+    assert "a batch has waited 0 s for storage: s3://bucket/key sends slowly" in caplog.messages[0]
+    assert "ends after 60 s (request_timeout)" in caplog.messages[0]
 
 
 def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:

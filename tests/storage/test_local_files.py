@@ -29,6 +29,7 @@ from streammega import (
     build_datasets,
 )
 from streammega.errors import ConfigError, ObjectChangedError, ObjectNotFoundError, StorageError
+from streammega.storage import retry
 from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore, map_file
 from streammega.storage.object_ops import link, move_or_copy
 from streammega.storage.store import copy_into
@@ -376,21 +377,25 @@ def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
 class SmallDisk(io.FileIO):
     """A file of a disk that takes a little at each call, and in the end no more."""
 
-    def __init__(self, fd: int, room: int) -> None:
+    def __init__(self, fd: int, room: int, freed: int) -> None:
         super().__init__(fd, "w")
         self._room = room
+        self._freed = freed
 
     def write(self, data: Any) -> int:
         taken = min(len(data), 300_001, self._room)
         if taken == 0:
+            self._room = self._freed
             raise OSError(errno.ENOSPC, "No space left on device")
         self._room -= taken
         return super().write(memoryview(data)[:taken])
 
 
-def on_a_small_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def on_a_small_disk(monkeypatch: pytest.MonkeyPatch, room: int, freed: int = 0) -> None:
+    """freed: the bytes that there are again after each write that failed."""
+
     def fdopen(fd: int, mode: str, buffering: int) -> io.BufferedWriter:
-        return io.BufferedWriter(SmallDisk(fd, room), buffering)
+        return io.BufferedWriter(SmallDisk(fd, room, freed), buffering)
 
     monkeypatch.setattr(os, "fdopen", fdopen)
 
@@ -401,7 +406,7 @@ SIZES_WRITTEN = (5 << 20, 9 << 20, 100, 3 << 20, 200 << 10, 17 << 20, 1)
 def write_pieces(path: Path) -> bytes:
     """A file written in pieces of those sizes, and what was written."""
     content = np.arange(sum(SIZES_WRITTEN) // 8 + 1).tobytes()[: sum(SIZES_WRITTEN)]
-    writer = LocalStore().open_writer(str(path))
+    writer = LocalStore(StorageConfig(retry_timeout=0.5)).open_writer(str(path))
     start = 0
     try:
         for size in SIZES_WRITTEN:
@@ -469,6 +474,17 @@ def test_a_disk_that_is_full_in_the_middle_leaves_nothing(
     with pytest.raises(StorageError, match="out: no space left"):
         write_pieces(tmp_path / "out")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"out": b"former"}
+
+
+@pytest.mark.guarantee("local-file-written")
+@pytest.mark.parametrize("room", [1, 1 << 20, 14 << 20, sum(SIZES_WRITTEN) - 1])
+def test_writes_go_on_where_they_were_when_a_full_disk_has_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.001)
+    on_a_small_disk(monkeypatch, room, freed=1_000_003)
+    content = write_pieces(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == content
 
 
 # Mapped files: no descriptor, no byte past their end, gone with the last array.

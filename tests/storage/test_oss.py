@@ -343,8 +343,9 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     put(store, key, b"abcdef")
     known["STS.1"]["expires"] = time.time() - 1  # type: ignore[assignment]
     oss.know(**known)
-    with pytest.raises(AccessDeniedError, match="SecurityTokenExpired"):
+    with pytest.raises(AccessDeniedError, match="SecurityTokenExpired") as caught:
         store.read(key, [(0, 3)])
+    assert caught.value.transient, "it is waited for, as long as max_retries allows"
     path.write_text(json.dumps(second))
     got = store.read(key, [(0, 3), (1, 4), (2, 5), (3, 6)])
     assert [bytes(part) for part in got] == [b"abc", b"bcd"[:3], b"cde", b"def"]

@@ -9,18 +9,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from botocore.utils import ContainerMetadataFetcher
 
 from streammega.errors import EndpointError
 from streammega.storage.cache import PageCache, cache_folder, open_cached
 from streammega.storage.cache.chunk_file import ChunkFile
-from tests.support.outages import NEED_NAMESPACE, OUTAGES, in_namespace
-from tests.support.servers import http_server
+from tests.support.builders import write_dataset
+from tests.support.outages import NEED_NAMESPACE, OUTAGES, WRITE_OUTAGES, in_namespace
+from tests.support.servers import S3, http_server
 from tests.support.streams import write_data
 from tools.soak_long import complaints
 
@@ -96,6 +99,78 @@ def test_an_outage_that_does_not_end_ends_the_run_at_the_deadline(
     assert 0.5 <= answer["waited"] < 30, "begun while the outage was made"
 
 
+WRITING_SAYS = {
+    "503": "overloaded or limits requests",
+    "refused": "did not answer; check endpoint_url, the network and DNS",
+    "hung": "did not answer",
+    "credentials expired": "the credentials have expired",
+    "clock jumped": "the clock of this machine differs",
+    "name not found": "did not answer; check endpoint_url, the network and DNS",
+    "disk full": "no space left on the device; free some, or write elsewhere",
+}
+"""What the warning and the error say. Where one of two servers fails, nothing waits for long."""
+
+
+ENDED = ("503", "credentials expired", "disk full")
+
+
+def writings(kinds: Iterable[str], only: Sequence[str] = WRITE_OUTAGES) -> list[Any]:
+    """Each kind under each job, with each transport. `make test` takes each of `only` once."""
+    pairs = [(job, way) for way in ("obstore", "fsspec") for job in ("convert", "checkpoint")]
+    taken = []
+    for number, kind in enumerate(kinds):
+        for at, pair in enumerate(pairs):
+            is_turn = number % len(pairs) == at and kind in only
+            taken.append(pytest.param(kind, *pair, marks=[] if is_turn else [pytest.mark.soak]))
+    return taken
+
+
+def write_through(
+    kind: str, job: str, transport: str, folder: Path, moto: S3, seconds: float, timeout: float
+) -> Any:
+    """What tests/support/write_outage_programs.py prints."""
+    for name in ("data", "disk"):
+        (folder / name).mkdir()
+    write_dataset(folder / "data" / "web", [np.full(3_000_000, 5), [7] * 3000], np.int32)
+    target = f"{moto.endpoint}/{moto.new_bucket()}"
+    arguments = json.dumps([job, kind, transport, str(folder), target, seconds, timeout])
+    command = [sys.executable, "-m", "tests.support.write_outage_programs", arguments]
+    if kind in NEED_NAMESPACE:
+        command = in_namespace(folder / "hosts", folder / "disk", command)
+        if not command:
+            pytest.skip("this machine has no user namespaces")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert not any(secret in run.stdout + run.stderr for secret in SECRETS)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.guarantee("outages-waited")
+@pytest.mark.parametrize(("kind", "job", "transport"), writings(WRITE_OUTAGES))
+def test_conversions_and_checkpoints_wait_for_the_end_of_an_outage_and_say_so(
+    kind: str, job: str, transport: str, tmp_path: Path, moto: S3
+) -> None:
+    answer = write_through(kind, job, transport, tmp_path, moto, seconds=2.0, timeout=60)
+    assert answer["error"] == ""
+    assert answer["whole"]
+    if kind in WRITING_SAYS:
+        (wait,) = [text for text in answer["said"] if "storage requests have failed for" in text]
+        assert WRITING_SAYS[kind] in wait
+        assert "retrying for up to 60 s (retry_timeout)" in wait
+
+
+@pytest.mark.guarantee("outages-waited")
+@pytest.mark.parametrize(("kind", "job", "transport"), writings(WRITING_SAYS, ENDED))
+def test_what_an_outage_ended_at_the_deadline_is_taken_up_by_the_same_command(
+    kind: str, job: str, transport: str, tmp_path: Path, moto: S3
+) -> None:
+    answer = write_through(kind, job, transport, tmp_path, moto, seconds=100, timeout=1.5)
+    assert WRITING_SAYS[kind] in answer["error"]
+    assert "retry_timeout" in answer["error"]
+    assert 0.5 <= answer["waited"] < 30
+    assert answer["whole"]
+
+
 @pytest.mark.guarantee("soak-long-fails")
 @pytest.mark.parametrize(
     ("grown", "complaint"),
@@ -137,6 +212,23 @@ def test_a_source_of_credentials_that_does_not_answer_is_waited_for(
         credentials["Expiration"] = "2100-01-01T00:00:00Z"
         source.objects["/credentials"] = json.dumps(credentials).encode()
         assert bytes(store.fetch(key, [(0, 3)])[0]) == b"abc"
+
+
+@pytest.mark.guarantee("outages-waited")
+def test_a_client_that_cannot_be_opened_yet_is_opened_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0.01)
+    known = {"AccessKeyId": "AKIAEXAMPLE", "SecretAccessKey": "never-shown", "Token": "t"}
+    body = json.dumps(known | {"Expiration": "2100-01-01T00:00:00Z"}).encode()
+    with http_server({"/credentials": body}) as source, http_server({"/b/k": b"abc"}) as server:
+        source.status = 500
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{source.url}/credentials")
+        store, key = server.open("s3://b/k", storage_options={"endpoint_url": server.url})
+        timer = threading.Timer(0.5, setattr, (source, "status", None))
+        timer.start()
+        assert store.info(key).size == 3
+        timer.join()
 
 
 @pytest.mark.guarantee("outages-waited")

@@ -19,6 +19,7 @@ import pytest
 
 from streammega.errors import EndpointError, ObjectNotFoundError, StreammegaError
 from streammega.storage import atomic_file
+from streammega.storage.backends import local
 from streammega.storage.etags import check_version
 from streammega.storage.http_errors import truncated
 from streammega.storage.open import register_scheme
@@ -151,6 +152,7 @@ class Scene:
         """(changes until then, value)."""
         register_scheme(SCHEME, lambda: self.bucket)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(local, "FULL_ERRNOS", frozenset())  # nobody waits for space
         self.set_up()
 
     def set_up(self) -> None:

@@ -7,7 +7,7 @@ shard can be written by any worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 
@@ -27,7 +27,7 @@ from streammega.convert.write.document_order import DocumentOrder, Portion
 from streammega.convert.write.packing import PackingStats, write_packed
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import ShardEntry
-from streammega.dataset.names import shard_name
+from streammega.dataset.names import SUFFIXES, shard_name
 from streammega.dataset.provenance import (
     ENDING,
     ProvenanceWriter,
@@ -36,9 +36,10 @@ from streammega.dataset.provenance import (
 )
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url, parent_url
+from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.progress import Progress
+from streammega.storage.store import write_again
 
 Place = tuple[int, int]
 """(portion, document of it) in the final order."""
@@ -231,25 +232,19 @@ def write_shard(
     options = job.options
     itemsize = np.dtype(layout.dtype).itemsize
     documents = DocumentOrder(job, layout.parts, layout.buckets)
-    portions = _portions_of_shard(documents, layout, number)
-    packing = None if options.pack_length is None else PackingStats()
-    stored_order: list[Portion] = []
-    # `write_packed` fills `packing` and `stored_order` while `copied` is read.
-    with _writer(job, layout, number) as writer:
-        if packing is not None:
-            pad_id = eod_of(job) or 0
-            copied = write_packed(
-                documents, portions, options, pad_id, writer, packing, stored_order
-            )
-        elif layout.buckets:
-            copied = copy_shuffled(documents, portions, writer)
-        else:
-            # A portion is a part, so all documents of one are of the same.
-            copied = copy_in_order(documents, portions, writer, threads)
-        # Closed before the writer, whatever happens: threads may be writing into its file.
-        with closing(copied):
-            for token_bytes in copied:
-                progress(token_bytes, token_bytes // itemsize)
+    reported = 0
+
+    def report(done: int) -> None:
+        """Bytes of tokens so far: of those that are written again nothing is said."""
+        nonlocal reported
+        if done > reported:
+            progress(done - reported, (done - reported) // itemsize)
+            reported = done
+
+    store, key = open_store(layout.targets[number] + SUFFIXES[options.format], job.storage)
+    writer, packing, stored_order = write_again(
+        store, key, lambda: _write_tokens(job, layout, number, documents, report, threads)
+    )
     origins = ""
     ids = 0
     if options.provenance:
@@ -274,6 +269,40 @@ def write_shard(
     )
     job.work_dir.write_record(_record_name(number), asdict(record))
     return record
+
+
+def _write_tokens(
+    job: Job,
+    layout: ShardLayout,
+    number: int,
+    documents: DocumentOrder,
+    report: Callable[[int], None],
+    threads: int,
+) -> tuple[IndexedDatasetWriter, PackingStats | None, list[Portion]]:
+    """(the writer of a shard that is written, what packing did, the documents as they are stored)."""
+    options = job.options
+    portions = _portions_of_shard(documents, layout, number)
+    packing = None if options.pack_length is None else PackingStats()
+    stored_order: list[Portion] = []
+    done = 0
+    # `write_packed` fills `packing` and `stored_order` while `copied` is read.
+    with _writer(job, layout, number) as writer:
+        if packing is not None:
+            pad_id = eod_of(job) or 0
+            copied = write_packed(
+                documents, portions, options, pad_id, writer, packing, stored_order
+            )
+        elif layout.buckets:
+            copied = copy_shuffled(documents, portions, writer)
+        else:
+            # A portion is a part, so all documents of one are of the same.
+            copied = copy_in_order(documents, portions, writer, threads)
+        # Closed before the writer, whatever happens: threads may be writing into its file.
+        with closing(copied):
+            for token_bytes in copied:
+                done += token_bytes
+                report(done)
+    return writer, packing, stored_order
 
 
 def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:

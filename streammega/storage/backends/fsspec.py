@@ -22,6 +22,7 @@ import fsspec.asyn
 
 from streammega.config import StorageConfig
 from streammega.errors import (
+    AccessDeniedError,
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
@@ -34,6 +35,8 @@ from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
+    CLOCK_DIFFERS,
+    EXPIRED,
     FAILED_RENEWALS,
     NO_BUCKET,
     NO_CREDENTIALS,
@@ -59,7 +62,6 @@ from streammega.storage.store import (
     check_object_key,
     listed_etag,
 )
-from streammega.storage.thread_pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +120,11 @@ class FsspecStore(RemoteStore):
         path = self._path(key)
 
         def head(fs: Any) -> ObjectInfo:
-            meta = self._ask(fs, "info", path)
+            try:
+                meta = self._ask(fs, "info", path)
+            except Exception as error:
+                self._raise_cause(fs, key, error)
+                raise
             if meta.get("type") == "directory":
                 raise FileNotFoundError(path)
             etag = _etag_of(meta)
@@ -130,6 +136,18 @@ class FsspecStore(RemoteStore):
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
         return self._call(key, head)
+
+    def _raise_cause(self, fs: Any, key: str, error: Exception) -> None:
+        """Raise why S3 refused HEAD, where the answer to GET says that credentials have expired or that
+        the clock differs: that to HEAD has no body.
+        """
+        if self.scheme != "s3" or status_of(error) not in (400, 401, 403):
+            return
+        try:
+            self._get(fs, key, [(0, 1)], "")
+        except BaseException as cause:
+            if CLOCK_DIFFERS in str(cause) or EXPIRED.search(str(cause)):
+                raise
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """One call of the driver, within `request_timeout`.
@@ -226,7 +244,7 @@ class FsspecStore(RemoteStore):
 
         try:
             if self.scheme == "s3":
-                fs.call_s3 = self._trying_again(key, fs.call_s3)
+                fs.call_s3 = self._trying_again(key, fs, fs.call_s3)
                 file = fs.open(path, "wb", autocommit=False)
                 return S3fsWriter(file, wrap)
             # Other drivers publish a file when it is closed, or while it is written.
@@ -237,14 +255,19 @@ class FsspecStore(RemoteStore):
         except BaseException as error:
             raise self._error(key, error) from None
 
-    def _trying_again(self, key: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _trying_again(self, key: str, fs: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         """A call of the driver with retries, for parts of an upload."""
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
                 return call(*args, **kwargs)
             except BaseException as error:
-                raise self._error(key, error) from None
+                ours = self._error(key, error)
+            if isinstance(ours, AccessDeniedError) and ours.has_expired and self._renewal():
+                ours.transient = True
+                # Its source is asked again by a new client only.
+                fs.connect(refresh=True)
+            raise ours from None
 
         return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
 
@@ -275,7 +298,7 @@ class FsspecStore(RemoteStore):
         if self.scheme == "s3":  # other drivers may send keys as they are
             check_object_key(self.url(key), key)
 
-    def _client(self) -> tuple[Any, Pool]:
+    def _client(self) -> Any:
         # Threads do not survive a fork, and s3fs closes connections when a driver is collected.
         with self._lock:
             if self._opened is not None and self._opened[0] != os.getpid():

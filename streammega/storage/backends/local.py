@@ -13,10 +13,10 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from streammega.errors import (
     UnsupportedOperation,
 )
 from streammega.kernels.addresses import check_room
-from streammega.storage.atomic_file import AtomicFile, sync_folder
+from streammega.storage.atomic_file import BUFFER_BYTES, AtomicFile, sync_folder
 from streammega.storage.etags import check_version
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.fork_lock import process_lock
@@ -42,9 +42,11 @@ from streammega.storage.store import (
     ObjectWriter,
     Span,
     Store,
+    as_bytes,
     check_length,
 )
 
+Result = TypeVar("Result")
 WRITE_BACK_BYTES = 8 << 20
 """Bytes after which the system is asked to write them to the disk, while the next ones are produced.
 So `commit` waits for the last of them only. Fewer would make small writes; with many more, `commit`
@@ -52,6 +54,8 @@ waits longer.
 """
 COPY_BYTES = 1 << 20
 """Bytes that are copied at a time. They stay in the processor's cache while they are hashed."""
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a write that waits for space."""
 TRANSIENT_ERRNOS = frozenset(
     {
         errno.EIO,
@@ -93,15 +97,17 @@ class _Mapped:
 class LocalStore(Store):
     """The local disk, mapped. Keys are absolute file paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: StorageConfig | None = None) -> None:
+        self._config = config or StorageConfig()
+        self._policy = RetryPolicy.of(self._config)
         self._maps: dict[str, _Mapped] = {}
         self._lock = process_lock()
 
     def __getstate__(self) -> dict[str, object]:
-        return {}
+        return {"config": self._config}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def is_local(self) -> bool:
@@ -164,7 +170,7 @@ class LocalStore(Store):
 
     def open_writer(self, key: str) -> LocalWriter:
         """A writer of a temporary file in the same folder, which `commit` renames."""
-        return LocalWriter(key)
+        return LocalWriter(key, self._policy)
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
@@ -172,7 +178,7 @@ class LocalStore(Store):
         """With if_absent, one of several concurrent calls succeeds."""
         if not if_absent:
             return super().put(key, data, if_match=if_match)
-        writer = LocalWriter(key)
+        writer = LocalWriter(key, self._policy)
         try:
             writer.write(data)
             return writer.commit_new()
@@ -199,17 +205,6 @@ class PreadStore(LocalStore):
     process (SIGBUS). Here it is an ordinary error, which is retried like those of the network. Every
     read opens the file, compares its ETag, and closes it.
     """
-
-    def __init__(self, config: StorageConfig) -> None:
-        super().__init__()
-        self._config = config
-        self._retry = RetryPolicy.of(config)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"config": self._config}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def is_local(self) -> bool:
@@ -240,7 +235,7 @@ class PreadStore(LocalStore):
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """Transient errors of file servers are retried."""
-        return self._retry.call(lambda: self.fetch(key, spans, etag))
+        return self._policy.call(lambda: self.fetch(key, spans, etag))
 
 
 def _read(fd: int, path: str, start: int, out: Bytes) -> None:
@@ -274,59 +269,83 @@ def _paths_with(prefix: str, recursive: bool) -> Iterator[str]:
 
 
 class LocalWriter(ObjectWriter):
-    """Writes a temporary file, flushes it to the disk, and renames it: readers see all or nothing."""
+    """Writes a temporary file, flushes it to the disk, and renames it: readers see all or nothing.
+
+    While the disk is full it waits for space, as `policy` says.
+    """
 
     can_write_at = True
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, policy: RetryPolicy) -> None:
         self._path = path
-        try:
-            self._atomic = AtomicFile(path)
-        except OSError as error:
-            raise local_error(path, error) from None
-        self._file = self._atomic.file
+        self._policy = policy
+        self._atomic = self._with_space(lambda: AtomicFile(path))
+        self._file: Any = self._atomic.file
         self._size = 0
         self._written_back = 0  # bytes whose writing to the disk was requested
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. A full disk is a StorageError that names the path."""
+    def _with_space(self, step: Callable[[], Result]) -> Result:
+        """`step()`, again while the disk is full: it goes on where it was. Raises StorageError."""
         try:
-            self._file.write(data)
-            self._size += memoryview(data).nbytes
-            if self._size - self._written_back >= WRITE_BACK_BYTES:
-                self._write_back()
+            return step()
         except OSError as error:
-            raise local_error(self._path, error) from None
+            if error.errno not in FULL_ERRNOS:
+                raise local_error(self._path, error) from None
 
-    def _write_back(self) -> None:
-        """Ask the system to write to the disk what was written since the last call."""
-        self._file.flush()
-        start = self._written_back
-        self._written_back = self._size
-        self.write_back(start, self._size)
+        def attempt() -> Result:
+            try:
+                return step()
+            except OSError as error:
+                ours = local_error(self._path, error)
+                # Of other errors the second try may hide what was lost.
+                ours.transient = error.errno in FULL_ERRNOS
+                raise ours from None
+
+        return self._policy.call(attempt)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. Where the disk stays full, the StorageError names the path."""
+        view = as_bytes(data)
+        self._size += len(view)
+
+        def write_rest() -> None:
+            nonlocal view
+            # A buffered write of more than the buffer does not say how much it wrote before an error.
+            if len(view) > BUFFER_BYTES:
+                self._file.flush()
+                while view:
+                    view = view[self._file.raw.write(view) :]
+            self._file.write(view)
+            view = view[len(view) :]
+            if self._size - self._written_back >= WRITE_BACK_BYTES:
+                self._file.flush()
+
+        self._with_space(write_rest)
+        if self._size - self._written_back >= WRITE_BACK_BYTES:
+            start, self._written_back = self._written_back, self._size
+            self.write_back(start, self._size)
 
     def reserve(self, size: int) -> int:
         """The next `write` continues after the reserved bytes."""
-        try:
-            self._file.flush()
-            start = self._size
-            self._size += size
-            self._written_back = self._size
-            self._file.seek(self._size)
-            return start
-        except OSError as error:
-            raise local_error(self._path, error) from None
+        self._with_space(self._file.flush)
+        start = self._size
+        self._size += size
+        self._written_back = self._size
+        self._file.seek(self._size)
+        return start
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Several threads may call this at once."""
         view = data.data
-        try:
+
+        def write_rest() -> None:
+            nonlocal view, offset
             while view:
                 written = os.pwrite(self._file.fileno(), view, offset)
                 view = view[written:]
                 offset += written
-        except OSError as error:
-            raise local_error(self._path, error) from None
+
+        self._with_space(write_rest)
 
     def write_back(self, start: int, stop: int) -> None:
         """Ask the system to write bytes [start, stop) to the disk."""
@@ -338,6 +357,8 @@ class LocalWriter(ObjectWriter):
     def commit(self) -> None:
         """Flush, sync, rename, and sync the name."""
         try:
+            # Not the sync: what it could not write may be gone, and a second one would not say so.
+            self._with_space(self._file.flush)
             self._atomic.commit()
             sync_folder(os.path.dirname(self._path))
         except OSError as error:
@@ -351,6 +372,7 @@ class LocalWriter(ObjectWriter):
         with it again. Raises UnsupportedOperation for a file system without hard links.
         """
         try:
+            self._with_space(self._file.flush)
             is_new = self._atomic.commit_if_absent()
             sync_folder(os.path.dirname(self._path))
             return is_new
@@ -384,7 +406,7 @@ def local_error(path: str, error: OSError) -> StorageError:
     limit = explain_fd_limit(error)
     if limit:
         return StorageError(f"{path}: {limit}")
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
     storage_error = StorageError(f"{path}: {reason}")
     storage_error.transient = error.errno in TRANSIENT_ERRNOS

@@ -7,17 +7,18 @@ import os
 import queue
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import (
+    AccessDeniedError,
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
@@ -25,12 +26,15 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact_answer, redaction_of
+from streammega.storage import retry
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
 from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import explain_fd_limit_of_connection
 from streammega.storage.http_errors import (
+    CLOCK_DIFFERS,
+    EXPIRED,
     NO_RENEWAL,
     denied,
     failure_of_status,
@@ -50,6 +54,8 @@ from streammega.storage.store import (
 )
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_REFUSED = re.compile(r"status code: 40[013]")
+"""In errors of answers that may say that credentials have expired, or that the clock differs."""
 _DEBUG_DUMP = "\n\nDebug source"
 """Begins the part of obstore's messages that is not for users."""
 _NETWORK = (
@@ -132,8 +138,8 @@ class ObstoreStore(RemoteStore):
         def head(client: Any) -> ObjectInfo:
             try:
                 meta = client.head(key)
-            except FileNotFoundError:
-                self._look_for_bucket(client, key)
+            except Exception as error:
+                self._raise_cause(client, key, error)
                 raise
             # The bucket exists.
             self._bucket_seen = True
@@ -142,19 +148,21 @@ class ObstoreStore(RemoteStore):
 
         return self._call(key, head)
 
-    def _look_for_bucket(self, client: Any, key: str) -> None:
-        """Raise if the bucket does not exist. Checked once.
+    def _raise_cause(self, client: Any, key: str, error: Exception) -> None:
+        """Raise why HEAD failed, where the answer to GET says more: that to HEAD has no body.
 
-        The answer to HEAD has no body that could say so.
+        The bucket may not exist, which is checked once, or credentials may have expired.
         """
-        if self._bucket_seen:
+        is_missing = isinstance(error, FileNotFoundError)
+        if (is_missing and self._bucket_seen) or not (is_missing or _REFUSED.search(str(error))):
             return
         try:
             client.get_range(key, start=0, end=1)
-        except BaseException as error:
-            if "NoSuchBucket" in str(error):
+        except BaseException as cause:
+            text = str(cause)
+            if "NoSuchBucket" in text or CLOCK_DIFFERS in text or EXPIRED.search(text):
                 raise
-        self._bucket_seen = True
+        self._bucket_seen = self._bucket_seen or is_missing
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
         """All but the last by one call, whose requests are concurrent.
@@ -243,23 +251,34 @@ class ObstoreStore(RemoteStore):
             except ObjectNotFoundError:
                 del objects[key]
 
-        _, pool = self._client()
-        pool.map(look_up, doubtful)
+        self._pool().map(look_up, doubtful)
         return list(objects.values())
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
         self._check_key(key)
+        # Settings that cannot work are refused before anything is written.
+        self._policy.call(self._client)
+        return ObstoreWriter(self, key)
+
+    def open_upload_client(self, key: str) -> Any:
+        """A client of its own for an upload: its parts are tried again by obstore itself."""
         if not self._policy.has_answered:
-            # A client for uploads keeps one deadline: that of a server that has answered.
+            # It keeps one deadline: that of a server that has answered.
             try:
                 self.info(key)
             except StorageError as error:
                 if error.silent:
                     raise
-        # A client of its own: parts of an upload are tried again by obstore itself.
-        client = obstore_after_fork.opened(self._open_client(self._policy))
-        return ObstoreWriter(self, client, key)
+        return self._policy.call(lambda: obstore_after_fork.opened(self._open_client(self._policy)))
+
+    def await_answer(self, key: str) -> None:
+        """Return when the server answers at all. Warns and raises as all requests do."""
+        try:
+            self.read(key, [(0, 1)])
+        except StorageError as error:
+            if error.transient:
+                raise
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
@@ -304,18 +323,20 @@ class ObstoreStore(RemoteStore):
                 f"used after it; start workers by multiprocessing_context='spawn' or 'forkserver', "
                 f"set transport='fsspec', or use StreamLoader, which needs none"
             )
-        retry = _retry_config(policy)
+        retry_config = _retry_config(policy)
         stores = library.store
         try:
             if self.scheme in S3_SCHEMES:
-                return stores.S3Store(self.root, retry_config=retry, **self._s3_arguments())
+                return stores.S3Store(self.root, retry_config=retry_config, **self._s3_arguments())
             url = f"{self.scheme}://{self.root}"
             if self.scheme in ("http", "https"):
                 client_kwargs = self._config.storage_options.get("client_kwargs") or {}
                 client: Any = client_options(self._config, url, client_kwargs)
-                return stores.HTTPStore.from_url(url, client_options=client, retry_config=retry)
+                return stores.HTTPStore.from_url(
+                    url, client_options=client, retry_config=retry_config
+                )
             return stores.from_url(
-                url, retry_config=retry, **cloud_arguments(self.scheme, self._config)
+                url, retry_config=retry_config, **cloud_arguments(self.scheme, self._config)
             )
         except StreammegaError:
             raise
@@ -404,15 +425,16 @@ def _retry_config(policy: RetryPolicy) -> Any:
 class ObstoreWriter(ObjectWriter):
     """Sends parts from a thread. Small objects are one PUT."""
 
-    def __init__(self, store: ObstoreStore, client: Any, key: str) -> None:
+    def __init__(self, store: ObstoreStore, key: str) -> None:
         self._store = store
-        self._client = client
         self._key = key
         self._part_bytes = store._config.multipart_part_bytes
         self._buffer = bytearray()
         self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=MAX_WAITING_PARTS)
         self._aborted = threading.Event()
+        self._taken_at = 0.0
+        """When obstore took a part, or the server was seen to answer."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -425,18 +447,17 @@ class ObstoreWriter(ObjectWriter):
 
     def commit(self) -> None:
         """Complete the upload; the object appears whole."""
-        try:
-            if self._thread is None:
-                data = bytes(self._buffer)
-                _, pool = self._store._client()
-                pool.call(partial(self._client.put, self._key, data, use_multipart=False))
-                return
-            if self._buffer:
-                self._send(bytes(self._buffer))
-            self._send(None)
-            self._thread.join()
-        except Exception as error:
-            raise self._store._error(self._key, error) from None
+        key = self._key
+        if self._thread is None:
+            data = bytes(self._buffer)
+            self._store._call(key, lambda client: client.put(key, data, use_multipart=False))
+            return
+        if self._buffer:
+            self._send(bytes(self._buffer))
+        self._send(None)
+        while self._thread.is_alive():
+            self._thread.join(POLL_SECONDS)
+            self._look()
         self._raise_failure()
 
     def abort(self) -> None:
@@ -462,8 +483,10 @@ class ObstoreWriter(ObjectWriter):
                     f"multipart_part_bytes of StorageConfig from {self._part_bytes:,}"
                 )
         if self._thread is None:
+            client = self._store.open_upload_client(self._key)
+            self._taken_at = time.monotonic()
             self._thread = threading.Thread(
-                target=self._upload, name="streammega-upload", daemon=True
+                target=self._upload, args=(client,), name="streammega-upload", daemon=True
             )
             self._thread.start()
         while True:
@@ -472,15 +495,22 @@ class ObstoreWriter(ObjectWriter):
                 return
             except queue.Full:
                 if self._thread.is_alive():
+                    self._look()
                     continue
             self._raise_failure()
             raise StorageError(
                 f"{self._store.url(self._key)}: the upload ended before all of its parts were sent"
             )
 
-    def _upload(self) -> None:
+    def _look(self) -> None:
+        """Where the upload has not gone on for a while, see why: obstore says nothing of its retries."""
+        if time.monotonic() - self._taken_at >= retry.WARN_AFTER_S:
+            self._store.await_answer(self._key)
+            self._taken_at = time.monotonic()
+
+    def _upload(self, client: Any) -> None:
         try:
-            self._client.put(
+            client.put(
                 self._key,
                 self._taken_parts(),
                 use_multipart=True,
@@ -498,8 +528,14 @@ class ObstoreWriter(ObjectWriter):
                 raise InterruptedError("upload aborted")
             if part is None:
                 return
+            self._taken_at = time.monotonic()
             yield part
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._store._error(self._key, self._failure) from None
+            error: Any = self._store._error(self._key, self._failure)
+            has_expired = isinstance(error, AccessDeniedError) and error.has_expired
+            error.upload_refused = CLOCK_DIFFERS in str(error) or (
+                has_expired and self._store._renewal() is not None
+            )
+            raise error from None

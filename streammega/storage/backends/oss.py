@@ -231,5 +231,5 @@ class OssStore(ObstoreStore):
         ours = super()._error(key, error)
         code = _CODE.search(text)
         if isinstance(ours, AccessDeniedError) and ours is not error and code:
-            return AccessDeniedError(f"{ours}; OSS says {code[1]}")
+            ours.args = (f"{ours}; OSS says {code[1]}",)
         return ours

@@ -74,7 +74,7 @@ class Oss2Store(RemoteStore):
 
         if len(spans) == 1:
             return [get(spans[0])]
-        _, pool = self._client()
+        pool = self._pool()
         return pool.map(get, spans)
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:

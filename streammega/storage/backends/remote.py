@@ -53,7 +53,8 @@ class RemoteStore(Store):
         self.root = root
         self._config = config
         self._lock = process_lock()  # guards `_opened`: one client for all threads
-        self._opened: tuple[int, Any, Pool] | None = None  # (process, client, threads)
+        self._opened: tuple[int, Any] | None = None  # (process, client)
+        self._threads: tuple[int, Pool] | None = None  # (process, threads)
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
 
     def __repr__(self) -> str:
@@ -165,13 +166,11 @@ class RemoteStore(Store):
             and min(sizes) > 0
         ):
             return read_together(spans)
-        _, pool = self._client()
-        return pool.map(read_one, spans)
+        return self._pool().map(read_one, spans)
 
     def _call(self, key: str, request: Callable[[Any], Result]) -> Result:
         """`request(client)`, with retries. In another thread than the main one, which notices Ctrl-C."""
-        _, pool = self._client()
-        return pool.call(lambda: self._policy.call(lambda: self._once(key, request)))
+        return self._pool().call(lambda: self._policy.call(lambda: self._once(key, request)))
 
     def _once(self, key: str, request: Callable[[Any], Result]) -> Result:
         """`request(client)`, repeated once if credentials were refused and there are others now.
@@ -195,24 +194,27 @@ class RemoteStore(Store):
         raise refused
 
     def _send(self, key: str, request: Callable[[Any], Result]) -> Result:
-        client, _ = self._client()
+        client = self._client()
         try:
             return request(client)
         except BaseException as error:
             raise self._error(key, error) from None
 
-    def _client(self) -> tuple[Any, Pool]:
-        this_process = os.getpid()
+    def _client(self) -> Any:
+        """The client of this process. Opening it may fail as a request does: call it within a policy."""
         with self._lock:
-            if self._opened is not None:
-                process, client, pool = self._opened
-                # Neither a client nor its threads survive a fork.
-                if process == this_process:
-                    return client, pool
-            client = self._open()
-            pool = Pool(min(MAX_THREADS, self._config.max_concurrent_requests))
-            self._opened = (this_process, client, pool)
-            return client, pool
+            # Neither a client nor its threads survive a fork.
+            if self._opened is None or self._opened[0] != os.getpid():
+                self._opened = (os.getpid(), self._open())
+            return self._opened[1]
+
+    def _pool(self) -> Pool:
+        """The threads of this process."""
+        with self._lock:
+            if self._threads is None or self._threads[0] != os.getpid():
+                threads = min(MAX_THREADS, self._config.max_concurrent_requests)
+                self._threads = (os.getpid(), Pool(threads))
+            return self._threads[1]
 
 
 def part_bytes(sent: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
+from streammega.storage import retry
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
 from streammega.storage.fetch.flow_control import MAX_COPIES, FlowControl, can_hedge
@@ -31,6 +33,9 @@ from streammega.storage.fetch.requests import (
 )
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, take_refusals
+from streammega.storage.warn_once import warn_once
+
+log = logging.getLogger(__name__)
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 HEDGE_SECONDS = 0.02
@@ -87,6 +92,7 @@ class Fetcher:
 
     def wait(self, groups: Sequence[FetchGroup]) -> None:
         """Return when all of them are filled. Raises the error that one of them ended with."""
+        began = time.monotonic()
         with self._lock:
             missing = [group for group in groups if not group.ready]
             self._missing = len(missing)
@@ -98,12 +104,26 @@ class Fetcher:
                         raise StorageError("the loader was closed while a batch was awaited")
                     self._hedge()
                     self._ready.wait(HEDGE_SECONDS)
+                    if time.monotonic() - began >= retry.WARN_EVERY_S:
+                        self._warn_of_wait(time.monotonic() - began)
             finally:  # also after Ctrl-C: the next call counts its own groups only
                 for group in missing:
                     group.awaited = False
         for group in groups:
             if group.error is not None:
                 raise group.error
+
+    def _warn_of_wait(self, seconds: float) -> None:
+        """Say what is waited for: a slow answer fails after `request_timeout` only."""
+        oldest = min(self._in_flight.values(), key=lambda request: request.sent_at, default=None)
+        if oldest is not None:
+            text = (
+                "a batch has waited %.0f s for storage: %s sends slowly or nothing; such a request "
+                "ends after %.4g s (request_timeout) and is sent again"
+            )
+            url = oldest.store.url(oldest.key)
+            timeout = self.config.request_timeout
+            warn_once(log, "wait", text, seconds, url, timeout, every=retry.WARN_EVERY_S)
 
     def release(self, groups: Sequence[FetchGroup]) -> None:
         """Free their memory, as soon as no request in flight writes to it."""

@@ -36,7 +36,7 @@ from torch.futures import Future
 from streammega.errors import ObjectNotFoundError, ShortReadError
 from streammega.storage import Store
 from streammega.storage.object_ops import read_object
-from streammega.storage.store import Buffer, Span, atomic_writer
+from streammega.storage.store import Buffer, Span, atomic_writer, write_again
 from streammega.train.checkpoints.integrity import (
     Checksums,
     DamagedError,
@@ -147,10 +147,14 @@ class CheckpointWriter(StorageWriter):
         return written
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if not plan.items:
+            return []
+        store, key = self._files.store, self._files.key(plan.storage_data)
+        return write_again(store, key, lambda: self._write_file(plan, planner))
+
+    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name: str = plan.storage_data
         results: list[WriteResult] = []
-        if not plan.items:
-            return results
         start = 0
         with atomic_writer(self._files.store, self._files.key(name)) as writer:
             for item in plan.items:
