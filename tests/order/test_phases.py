@@ -602,6 +602,12 @@ def test_a_batch_size_holds_from_its_phase_on() -> None:
     assert (resumed.offset_at(72), resumed.offset_at(30), resumed.size_at(30)) == (8, 6, 8)
 
 
+def test_steps_before_a_resume_have_the_size_of_their_phase() -> None:
+    resumed = schedule_of(8, None, [(40, 12)]).resumed(52, 0)
+    assert [resumed.offset_at(at) for at in (10, 30)] == [2, 6]
+    assert [resumed.size_at(at) for at in (39, 40)] == [8, 12]
+
+
 def test_a_phase_ends_the_ramp_up_that_it_finds() -> None:
     schedule = schedule_of(12, (4, 4, 40), [(28, 6)])
     assert schedule.stages == [(0, 4), (20, 8), (28, 6)]

@@ -80,7 +80,8 @@ def _convert(folder: Path, out: str, storage: StorageConfig) -> None:
 def _is_converted(folder: Path, out: str, storage: StorageConfig) -> bool:
     expected = IndexedDataset(str(folder / "data" / "web"))[:]
     found = IndexedDataset(out, storage)[:]
-    return all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+    pairs = zip(found, expected, strict=True)
+    return all(np.asarray(one).tolist() == np.asarray(other).tolist() for one, other in pairs)
 
 
 def _save(folder: Path, out: str, storage: StorageConfig) -> None:
