@@ -13,6 +13,7 @@ import pytest
 
 from streammega import DataConfig, GPTDataset, IndexedDataset, build_datasets
 from streammega.errors import ConfigError
+from streammega.order.megatron import GptShape
 from streammega.order.split import split_bounds
 from tests.support import oracle
 from tests.support.builders import write_dataset
@@ -301,6 +302,13 @@ def test_peak_memory_of_a_build_is_the_arrays_returned() -> None:
     returned = sum(array.nbytes for array in vars(indices).values())
     assert shape.num_epochs == 2
     assert peak <= 1.1 * returned, f"{peak / returned:.2f} times the arrays"
+
+
+def test_a_split_of_no_samples_still_has_an_epoch() -> None:
+    shape = GptShape(
+        tokens_per_epoch=100, sequence_length=8, num_samples=0, extra_token=False, drop_last=True
+    )
+    assert (shape.num_epochs, shape.tokens) == (1, 100)
 
 
 @pytest.mark.guarantee("indices-blends-tokens")
