@@ -608,6 +608,12 @@ def test_steps_before_a_resume_have_the_size_of_their_phase() -> None:
     assert [resumed.size_at(at) for at in (39, 40)] == [8, 12]
 
 
+@pytest.mark.parametrize("rampup", [(0, 4, 40), (4, 0, 40), (4, 4, 0), (16, 4, 40)])
+def test_a_ramp_up_of_sizes_that_cannot_be_is_refused(rampup: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="takes three positive numbers, and the first is at most"):
+        schedule_of(12, rampup, [])
+
+
 def test_a_phase_ends_the_ramp_up_that_it_finds() -> None:
     schedule = schedule_of(12, (4, 4, 40), [(28, 6)])
     assert schedule.stages == [(0, 4), (20, 8), (28, 6)]
