@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+MATRIX ?= 3.12 3.13
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants wheel integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants wheel matrix lowest integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +77,21 @@ wheel: $(STAMP)  ## a wheel and an sdist in dist/; the wheel, installed alone in
 	.venv-wheel/bin/python -m pip check
 	.venv-wheel/bin/streammega --version
 	.venv-wheel/bin/python -P tools/smoke.py
+
+matrix:  ## the tests on other Pythons (MATRIX=3.13: on one; TESTS=tests/order: some), and a dry run of pip for 3.14
+	for version in $(MATRIX); do \
+	  python$$version -m venv .venv-$$version && \
+	  .venv-$$version/bin/python $(INSTALL) -e '.[dev]' && \
+	  CUDA_VISIBLE_DEVICES= .venv-$$version/bin/python -m pytest -n 4 --dist worksteal -rs -m "not soak" $(TESTS) || exit 1; done
+	.venv-$(lastword $(MATRIX))/bin/python $(INSTALL) --dry-run --ignore-installed --only-binary=:all: \
+	  --python-version 3.14 --target .venv-3.14 '.[convert]'
+
+lowest:  ## the tests and tools/smoke.py with the lowest version of every dependency (TESTS=tests/order: some of them)
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct '.[dev]'
+	.venv-lowest/bin/python -P tools/smoke.py
+	CUDA_VISIBLE_DEVICES= .venv-lowest/bin/python -m pytest -n 4 --dist worksteal -rs -m "not soak" $(TESTS)
 
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
 	$(PYTHON) -m venv .venv-integrations

@@ -363,7 +363,7 @@ def _npy_bytes(array: NDArray[Any]) -> Iterator[memoryview]:
     np.lib.format.write_array_header_1_0(
         header, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
     )
-    yield header.getbuffer()
+    yield memoryview(header.getvalue())
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for start in range(0, flat.size, DOWNLOAD_BYTES):
         yield flat[start : start + DOWNLOAD_BYTES].data

@@ -158,6 +158,8 @@ def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Pa
         "large": pa.large_list(pa.int32()),
         "fixed": pa.list_(pa.int32(), 3),
     }
+    if name == "in.parquet" and int(pa.__version__.partition(".")[0]) < 26:
+        del kinds["fixed"]  # older ones cannot read such a column with a null
     for key, kind in kinds.items():
         schema = pa.schema({"doc": pa.struct({"ids": kind, "id": pa.int8()})})
         path = table(tmp_path / name, [{"doc": {"ids": row, "id": 1}} for row in ids], schema)

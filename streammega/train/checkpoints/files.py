@@ -164,7 +164,8 @@ class CheckpointWriter(StorageWriter):
                 # Of a view, torch would write the whole buffer; `load_part` reads no strides.
                 copy = tensor.clone(memory_format=torch.contiguous_format)
                 torch.save(copy, serialized)
-                data = serialized.getbuffer()
+                # Not getbuffer(): where an error keeps both alive, collecting them ends CPython 3.12.
+                data = memoryview(serialized.getvalue())
                 for piece_start in range(0, len(data), REQUEST_BYTES):
                     writer.write(data[piece_start : piece_start + REQUEST_BYTES])
                     self._rank_sync.check()
