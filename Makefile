@@ -8,7 +8,7 @@ MATRIX ?= 3.12 3.13
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve soak soak-long fuzz crash mutants wheel matrix lowest integrations audit bench-peers bench clean
+.PHONY: help install demo test cuda check format lint types docs docs-serve browser soak soak-long fuzz crash mutants wheel matrix lowest integrations audit bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ docs: $(STAMP)  ## the site of the pages, in site/, without network; a broken li
 
 docs-serve: $(STAMP)  ## show the site on http://127.0.0.1:8000, with each change of a page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+browser: docs  ## look at the site and reports in chromium (Debian: apt-get install chromium), at desktop and phone width; pictures in browser-run/
+	$(BIN)/python tools/browser.py
 
 soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, kernels that check every index (more than three quarters of an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
@@ -117,5 +120,5 @@ bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half 
 	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-* demo-run site fuzz-run soak-long-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-run site browser-run fuzz-run soak-long-run mutants-run crash-progress.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from streammega.cli.main import app  # noqa: E402  # the package of this checkout
+from streammega.cli.main import COMMANDS, EXIT_CODES, app  # noqa: E402  # the package of this checkout
 
 OUTSIDE = {"README.md": "index.md"} | {
     name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE")
@@ -123,14 +123,19 @@ def examples_page() -> str:
 
 def commands_page() -> str:
     """Every command with its help, its arguments and its options."""
-    parts = ["# Commands\n\nWhat `--help` prints, of every command.\n"]
+    parts = [f"# Commands\n\nWhat `--help` prints, of every command.\n\n{EXIT_CODES}\n"]
+    parts.append(
+        "`streammega --install-completion` completes commands and options in your shell.\n"
+    )
     for name, command in commands(typer.main.get_command(app), "streammega"):
         options = [
             " ".join(param.opts) for param in command.params if param.param_type_name != "argument"
         ]
         arguments = [param.name for param in command.params if param.param_type_name == "argument"]
         usage = " ".join([name, *(["[OPTIONS]"] if options else []), *arguments])
-        parts += [f"## {name}\n", f"{command.help}\n", f"```\n{usage}\n```\n", "| | |", "|---|---|"]
+        examples = "\n".join(COMMANDS[name.removeprefix("streammega ")].examples)
+        parts += [f"## {name}\n", f"{command.help}\n", f"```\n{usage}\n```\n"]
+        parts += [f"```sh\n{examples}\n```\n", "| | |", "|---|---|"]
         for param in command.params:
             shown = param.name if param.name in arguments else ", ".join(param.opts)
             text = " ".join((param.help or "").split()).replace("|", "\\|").replace("<", "&lt;")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streammega.cli.datasets import version_report
 from streammega.cli.options import (
     AsJson,
     StorageFile,
@@ -91,6 +92,7 @@ def convert(
     context: typer.Context,
     inputs: Inputs,
     output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
     **settings: Any,
@@ -139,18 +141,29 @@ def convert(
     with ProgressDisplay("preparing") as progress:
         done = run(inputs, output, progress=progress, **conversion)
     if command.dry_run:
-        show_report(done, summary="a dry run: nothing is written; this is what would be done")
+        show_report(
+            done,
+            summary="a dry run: nothing is written; this is what would be done",
+            as_json=as_json,
+        )
         return
     if share is not None:
         follows = f"when all tasks have ended: the same command with --task {MERGE}"
-        show_report(asdict(done) | {"task": command.task}, summary=follows)
+        show_report(asdict(done) | {"task": command.task}, summary=follows, as_json=as_json)
         return
-    show_report(done.summary())
+    words = command_words(context.obj, (output_storage, input_storage))
+    report = done.as_dict(words) if as_json else {}
+    if not as_json:  # first, for the append may fail
+        show_report(done.summary())
     if command.append_to is not None:
         with ProgressDisplay("appending"):
             version = append(command.append_to, [split_name(output)[0]], output_storage)
-        typer.echo(f"{redact_urls(command.append_to)}@{version.number}: {version}")
-    _write_outputs(done, command, command_words(context.obj, (output_storage, input_storage)))
+        report["appended_to"] = version_report(command.append_to, version)
+        if not as_json:
+            typer.echo(f"{report['appended_to']['version']}: {version}")
+    if as_json:
+        show_report(report, as_json=True)
+    _write_outputs(done, command, words)
 
 
 @with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
@@ -309,6 +322,6 @@ def _check_outputs(command: CommandOptions) -> None:
             if not was_there:
                 os.unlink(path)
     if command.plot:
-        from streammega.cli.plotting import pyplot
+        from streammega.cli.plotting import check_plot_name
 
-        pyplot()
+        check_plot_name(command.plot)

@@ -17,14 +17,15 @@ import numpy as np
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
-from streammega.cli.render import show_report
+from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import in_one_line, pluralize, without_controls
+from streammega.errors.words import pluralize, without_controls
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
+    from streammega.dataset.versions import DatasetVersion
 
 DOCUMENTS_AT_ONCE = 64
 """Documents that one read of `cat` fetches."""
@@ -69,13 +70,18 @@ def verify(
     """
     from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.repair import repair_index
+    from streammega.dataset.verify import VerifyReport, shards_of
     from streammega.dataset.verify import verify as run
 
     if (force or dtype is not None) and not repair:
         raise ConfigError("--force and --dtype are for --repair; give that too")
     settings = storage_config(storage, storage_file)
     repaired: list[str] = []
-    if repair:
+    if not repair:  # find the dataset at once, or say so: the check itself waits for minutes
+        shards_of(
+            name, storage_config(storage, storage_file, looks_only=True), VerifyReport(name=name)
+        )
+    else:
         with ProgressDisplay("repairing"):
             repaired = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
         if not as_json:  # at once: the check may fail, or be stopped
@@ -135,6 +141,7 @@ def append(
             help="For storage without conditional writes, while no other producer appends.",
         ),
     ] = True,
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -154,7 +161,21 @@ def append(
             conditional_writes=conditional_writes,
         )
     how = "" if version.added else ", which had all of it already"
-    typer.echo(f"{redact_urls(prefix)}@{version.number}: {version}{how}")
+    summary = f"{redact_urls(prefix)}@{version.number}: {version}{how}"
+    show_report(
+        version_report(prefix, version) if as_json else {}, summary=summary, as_json=as_json
+    )
+
+
+def version_report(prefix: str, version: DatasetVersion) -> Report:
+    """Its name and counts, as a row of all versions."""
+    manifest = version.manifest
+    return {
+        "version": f"{redact_urls(prefix)}@{version.number}",
+        "shards": len(manifest.shards),
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+    }
 
 
 def versions(
@@ -178,14 +199,7 @@ def versions(
         if isinstance(version, DamagedVersion):
             problems.append(f"{name}@{version.number} cannot be read: {version.why}")
         else:
-            manifest = version.manifest
-            row = {
-                "version": f"{name}@{version.number}",
-                "shards": len(manifest.shards),
-                "documents": manifest.documents,
-                "tokens": manifest.tokens,
-            }
-            rows.append(row)
+            rows.append(version_report(prefix, version))
     # without a damaged version its shards would seem to be in no version
     others = [] if problems else [redact_urls(at) for at in unlisted_datasets(prefix, settings)]
     summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
@@ -201,7 +215,6 @@ cache_app = typer.Typer(
 CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
 
 
-@cache_app.command(name="ls", no_args_is_help=True)
 def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
     """List cached objects, the most recently used first."""
     from streammega.storage import cache as page_cache
@@ -222,8 +235,7 @@ def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
     show_report({"objects": objects}, summary=summary, as_json=as_json)
 
 
-@cache_app.command(name="verify", no_args_is_help=True)
-def cache_verify(folder: CacheFolder) -> None:
+def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
     """Compare all cached pages with their checksums.
 
     Exit status 1 if one differs (readers fetch such pages again).
@@ -232,30 +244,32 @@ def cache_verify(folder: CacheFolder) -> None:
 
     chunks = _cache_folder(folder)
     pages = 0
-    damaged = 0
+    damaged = []
     for entry in page_cache.entries(chunks):
         pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
         for path, page in page_cache.damaged_pages(entry):
-            damaged += 1
-            typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
+            damaged.append({"page": page, "file": str(path), "object": entry.url})
     # the cache may belong to another user, who alone may write there
     with contextlib.suppress(OSError):
         page_cache.recount(chunks)
-    typer.echo(f"{pluralize(pages, 'page')}, {damaged:,} damaged")
+    summary = f"{pluralize(pages, 'page')}, {len(damaged):,} damaged"
+    report = {"pages": pages, "damaged": damaged} if as_json else {"damaged": damaged}
+    show_report(report, summary=summary, as_json=as_json)
     if damaged:
         raise typer.Exit(1)
 
 
-@cache_app.command(name="clear", no_args_is_help=True)
-def cache_clear(folder: CacheFolder) -> None:
+def cache_clear(folder: CacheFolder, as_json: AsJson = False) -> None:
     """Remove all cached objects that were not used within the last ten minutes."""
     from streammega.storage import cache as page_cache
 
     removed, kept = page_cache.clear(_cache_folder(folder))
-    typer.echo(
+    summary = (
         f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten "
         "minutes)"
     )
+    report = {"removed": removed, "kept": kept} if as_json else {}
+    show_report(report, summary=summary, as_json=as_json)
 
 
 def _cache_folder(folder: str) -> Path:

@@ -10,7 +10,7 @@ import typer
 from numpy.typing import NDArray
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
-from streammega.cli.plotting import draw_lengths
+from streammega.cli.plotting import check_plot_name, draw_lengths
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.errors.redaction import redact_urls, without_queries
@@ -131,6 +131,8 @@ def _describe_dataset(
             )
         show_report(report, as_json=as_json)
         return
+    if plot:
+        check_plot_name(plot)
     show_report(dataset_report(indexed, tokens, tokenizer), as_json=as_json)
     if plot:
         write_plot(indexed, plot)

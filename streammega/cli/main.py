@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
 import streammega
 from streammega.cli.convert import convert, list_inputs
-from streammega.cli.datasets import append, cache_app, cat, gc, verify, versions
+from streammega.cli.datasets import (
+    append,
+    cache_app,
+    cache_clear,
+    cache_ls,
+    cache_verify,
+    cat,
+    gc,
+    verify,
+    versions,
+)
 from streammega.cli.describe import describe
 from streammega.cli.diff_orders import diff_orders
 from streammega.cli.order_report import order_report
@@ -21,16 +34,29 @@ from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.bus_error import name_files_on_bus_error
+from streammega.errors.redaction import redact_answer
+from streammega.errors.words import in_one_line
 
 EXIT_OF_INTERRUPT = 130
 """128 plus the number of SIGINT, as shells have it."""
 EXIT_OF_BROKEN_PIPE = 141
 """128 plus the number of SIGPIPE."""
 
+EXIT_CODES = (
+    "Exit codes: 0 done, and nothing is wrong; 1 failed, or found what it looks for: a damaged "
+    "dataset, orders that differ; 2 the command line is wrong; 130 Ctrl-C; 141 the reader of its "
+    "output has gone.\n\n"
+    "With --json a command prints one JSON value and nothing else (cat: one a line). Errors, "
+    "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
+)
+
+PACKAGE = Path(streammega.__file__).parent
+
 app = typer.Typer(
     name="streammega",
     help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, "
     "train.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -52,37 +78,88 @@ def _root(
     pass
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "convert": convert,
-    "ls": list_inputs,
-    "verify": verify,
-    "gc": gc,
-    "append": append,
-    "versions": versions,
-    "describe": describe,
-    "cat": cat,
-    "warmup": warmup,
-    "order-report": order_report,
-    "plot": plot,
-    "trace": trace,
-    "diff-orders": diff_orders,
-    "prepare": prepare,
-    "train": train,
+class Command(NamedTuple):
+    """A command of the help. examples: command lines, one or more."""
+
+    run: Callable[..., None] | typer.Typer
+    task: str
+    examples: tuple[str, ...]
+
+
+MAKE = "Make datasets"
+LOOK = "Look at data"
+RUN = "Prepare and run training"
+UNDERSTAND = "Understand a run"
+COMMANDS = {
+    "convert": Command(
+        convert,
+        MAKE,
+        (
+            "streammega convert texts/ s3://bucket/web --tokenizer tokenizer.json",
+            "streammega convert 'raw/*.jsonl.zst' web --tokenizer gpt2 --shuffle --dry-run",
+        ),
+    ),
+    "ls": Command(list_inputs, MAKE, ("streammega ls texts/ 's3://raw/*.parquet'",)),
+    "append": Command(append, MAKE, ("streammega append s3://bucket/web s3://bucket/web-june",)),
+    "gc": Command(gc, MAKE, ("streammega gc s3://bucket/web --remove",)),
+    "describe": Command(
+        describe, LOOK, ("streammega describe s3://bucket/web", "streammega describe run.toml")
+    ),
+    "cat": Command(cat, LOOK, ("streammega cat 's3://bucket/web#0..9'",)),
+    "verify": Command(verify, LOOK, ("streammega verify s3://bucket/web --json",)),
+    "versions": Command(versions, LOOK, ("streammega versions s3://bucket/web",)),
+    "cache": Command(cache_app, LOOK, ()),
+    "cache ls": Command(cache_ls, LOOK, ("streammega cache ls /nvme/cache",)),
+    "cache verify": Command(cache_verify, LOOK, ("streammega cache verify /nvme/cache",)),
+    "cache clear": Command(cache_clear, LOOK, ("streammega cache clear /nvme/cache",)),
+    "prepare": Command(prepare, RUN, ("streammega prepare run.toml",)),
+    "warmup": Command(warmup, RUN, ("streammega warmup",)),
+    "train": Command(
+        train,
+        RUN,
+        (
+            "streammega train run.toml train.train_iters=1000",
+            "torchrun --nproc-per-node 8 -m streammega.train run.toml",
+        ),
+    ),
+    "order-report": Command(
+        order_report,
+        UNDERSTAND,
+        (
+            "streammega order-report 0.7 s3://bucket/web 0.3 s3://bucket/code",
+            "streammega order-report run.toml --ranks 64",
+        ),
+    ),
+    "trace": Command(
+        trace,
+        UNDERSTAND,
+        (
+            "streammega trace run.toml --step 3",
+            "streammega trace run.toml --find 's3://bucket/web#17'",
+        ),
+    ),
+    "diff-orders": Command(diff_orders, UNDERSTAND, ("streammega diff-orders old.toml new.toml",)),
+    "plot": Command(plot, UNDERSTAND, ("streammega plot runs/one",)),
 }
 """Every command by its name, in the order of the help."""
 for name, command in COMMANDS.items():
-    app.command(
-        name=name,
-        no_args_is_help=command is not warmup,
-        context_settings={"ignore_unknown_options": command is train},
-    )(command)
-app.add_typer(cache_app, name="cache")
+    if isinstance(command.run, typer.Typer):
+        app.add_typer(command.run, name=name, rich_help_panel=command.task)
+        continue
+    *group, word = name.split()
+    (cache_app if group else app).command(
+        name=word,
+        no_args_is_help=command.run is not warmup,
+        context_settings={"ignore_unknown_options": command.run is train},
+        rich_help_panel=None if group else command.task,
+        epilog="\n\n".join(["Examples:", *command.examples]),
+    )(command.run)
 
 
-def _is_by_ctrl_c(stop: SystemExit) -> bool:
-    """Whether Ctrl-C ended a command that did not handle it."""
+def _is_by(stop: SystemExit, kind: type[BaseException]) -> bool:
+    """Whether an error of this kind ended a command that did not handle it."""
     error: BaseException | None = stop
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    while error is not None and not isinstance(error, kind):
         error = error.__context__
     return error is not None
 
@@ -91,6 +168,8 @@ def _set_log_level(name: str) -> None:
     """Set the level of this library's logs. At DEBUG, botocore's have session tokens."""
     try:
         logging.getLogger("streammega").setLevel(name.upper())
+        # its warnings are tracebacks, of what our errors say in a sentence
+        logging.getLogger("botocore").setLevel(logging.ERROR)
     except ValueError:
         raise ConfigError(
             f"STREAMMEGA_LOG is {name!r}; it is DEBUG, INFO, WARNING or ERROR"
@@ -102,15 +181,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Known errors are one message, not a traceback.
     """
+    sys.stdout = sys.stdout or io.StringIO()  # None where the shell has closed it
+    sys.stderr = sys.stderr or io.StringIO()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     name_files_on_bus_error()
     try:
         _set_log_level(os.environ.get("STREAMMEGA_LOG", "WARNING"))
         words = list(sys.argv[1:] if arguments is None else arguments)
-        app(args=words, standalone_mode=True, obj=["streammega", *words])
+        app(args=words, prog_name="streammega", obj=["streammega", *words])
     except SystemExit as stop:
-        if _is_by_ctrl_c(stop):  # typer prints nothing
+        if _is_by(stop, KeyboardInterrupt):  # typer prints nothing
             print("interrupted", file=sys.stderr)
+        if _is_by(stop, BrokenPipeError):  # typer makes it a 1
+            return EXIT_OF_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -128,4 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_OF_INTERRUPT
+    except Exception as error:
+        logging.getLogger("streammega").debug("the defect", exc_info=True)
+        print(f"error: {_describe_defect(error)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _describe_defect(error: Exception) -> str:
+    """What is printed in place of a traceback, which is a debug message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    *_, last = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
+    reason = in_one_line(redact_answer(f"{type(error).__name__}: {error}", {}))
+    return (
+        f"{reason} ({Path(last.filename).name}, line {last.lineno}); this is a defect of streammega: "
+        "please report it, with what the same command prints with STREAMMEGA_LOG=DEBUG"
+    )

@@ -60,7 +60,7 @@ def storage_config(
     """
     config = load_storage(file) if file else StorageConfig()
     if looks_only:
-        config = replace(config, retry_timeout=min(config.retry_timeout, LOOK_TIMEOUT))
+        config = quick(config)
     options = dict(config.storage_options)
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
@@ -74,6 +74,11 @@ def storage_config(
     # a setting of StorageConfig itself, not of its transport
     transport = options.pop("transport", config.transport)
     return replace(config, storage_options=options, transport=transport)
+
+
+def quick(config: StorageConfig) -> StorageConfig:
+    """The storage of a command that only reads: it does not wait for minutes."""
+    return replace(config, retry_timeout=min(config.retry_timeout, LOOK_TIMEOUT))
 
 
 def parse_size(text: str, option: str) -> int:

@@ -307,7 +307,7 @@ def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan |
 
 def write_plot(measured: MeasuredOrder, path: str) -> None:
     """Figures against a full shuffle's, and of a blend its drift, as a PNG."""
-    from streammega.cli.plotting import pyplot
+    from streammega.cli.plotting import pyplot, save
 
     report, drift = measured
     columns = 2 if drift else 1
@@ -320,7 +320,7 @@ def write_plot(measured: MeasuredOrder, path: str) -> None:
         right.set_xlabel("samples so far")
         right.set_ylabel("samples too many or too few (largest of all datasets)")
     figure.suptitle(f"{report['samples']:,} samples")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from streammega.cli.options import StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import show_report
 from streammega.errors import ConfigError
 from streammega.errors.extras import import_extra
 from streammega.errors.words import pluralize
@@ -25,6 +26,20 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure as its file's name says. Raises ConfigError."""
+    check_plot_name(path)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def check_plot_name(path: str) -> None:
+    """Raise ConfigError for a plot that cannot be written, for its name or for want of matplotlib."""
+    formats = pyplot().Figure().canvas.get_supported_filetypes()
+    suffix = Path(path).suffix
+    if suffix and suffix[1:].lower() not in formats:
+        raise ConfigError(f"{path}: {suffix} is no format of plots; write .png, .svg or .pdf")
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
@@ -60,7 +75,7 @@ def draw_lengths(counts: Any, edges: Any, title: str, path: str) -> None:
     axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
     axes.set_title(title)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     for axes in grid.flat[len(FIELDS) :]:
         axes.set_axis_off()
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def _draw_field(
@@ -206,6 +221,7 @@ def plot(
         str | None,
         typer.Option(help="Where the PNG is written; by default it is run.png in the folder."),
     ] = None,
+    as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
@@ -213,36 +229,48 @@ def plot(
     from streammega.storage.object_ops import read_if_exists
     from streammega.train.run_log import METRICS, parse_metrics
 
-    pyplot()  # is there
     is_url = "://" in run
-    text: str | None = None
+    data: bytes | None = None
     if is_url:
         place = f"{run.rstrip('/')}/{METRICS}"
         data = read_if_exists(place, storage_config(storage, storage_file, looks_only=True))
-        text = None if data is None else data.decode()
         title = run.rstrip("/").rpartition("/")[2]
         target = out or "run.png"
     else:
         path = Path(run, METRICS) if Path(run).is_dir() else Path(run)
         place = str(path)
-        text = path.read_text(encoding="utf-8") if path.is_file() else None
+        data = path.read_bytes() if path.is_file() else None
         title = path.parent.name
         target = out or str(path.parent / "run.png")
-    if text is None:
+    check_plot_name(target)
+    if data is None:
         raise ConfigError(
             f"{place}: does not exist; give the out_dir of a run that has logged a step"
         )
-    records = [record for record in parse_metrics(text) if "step" in record]
-    steps = [record for record in latest_records(records) if record.get("loss") is not None]
+    records = [
+        record
+        for record in parse_metrics(data.decode(errors="replace"))
+        if isinstance(record, dict) and isinstance(record.get("step"), int)
+    ]
+    steps = [item for item in latest_records(records) if isinstance(item.get("loss"), int | float)]
     if not steps:
         raise ConfigError(f"{place}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
-    typer.echo(
-        f"{pluralize(len(steps), 'step')}{_begun_again(find_restarts(records))}, "
-        f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
-    )
+    restarts = find_restarts(records)
     write_run(records, f"{title}: {len(steps)} steps", target)
-    typer.echo(f"plot written to {target}")
+    summary = (
+        f"{pluralize(len(steps), 'step')}{_begun_again(restarts)}, "
+        f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}\n"
+        f"plot written to {target}"
+    )
+    report = {
+        "steps": len(steps),
+        "restarts": restarts,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "plot": target,
+    }
+    show_report(report if as_json else {}, summary=summary, as_json=as_json)
 
 
 def _begun_again(steps: Sequence[int]) -> str:

@@ -26,12 +26,14 @@ SHOWN = 200
 UNLIMITED = 100_000
 """Columns of an output that is not a terminal: nothing is wrapped."""
 STYLE = """
-body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; }
-table { border-collapse: collapse; margin: 0.5em 0 1.5em; }
-th, td { border: 1px solid #ccc; padding: 0.2em 0.6em; text-align: left; vertical-align: top; }
-th { background: #eee; white-space: nowrap; }
-td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3em; }
-td.number { white-space: nowrap; text-align: right; }
+:root { color-scheme: light dark; }
+body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; overflow-wrap: anywhere; }
+div { overflow-x: auto; margin: 0.5em 0 1.5em; }
+table { border-collapse: collapse; }
+th, td { border: 1px solid #8886; padding: 0.2em 0.6em; text-align: left; vertical-align: top; }
+th { background: #8882; white-space: nowrap; }
+td { white-space: pre-wrap; min-width: 9em; }
+td.number { white-space: nowrap; text-align: right; min-width: 3em; }
 """
 
 
@@ -125,6 +127,7 @@ def as_page(report: Mapping[str, Any], title: str, summary: str = "") -> str:
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>",
         f"<body><h1>{escape(title)}</h1>",
         f"<p>streammega {escape(streammega.__version__)}, {written}</p>",
@@ -136,7 +139,7 @@ def as_page(report: Mapping[str, Any], title: str, summary: str = "") -> str:
             level = min(block.level, 6)
             lines.append(f"<h{level}>{escape(block.text)}</h{level}>")
             continue
-        lines.append("<table>")
+        lines.append("<div><table>")
         if block.names:
             lines.append("".join(f"<th>{escape(name)}</th>" for name in block.names))
             lines += [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in block.rows]
@@ -144,7 +147,7 @@ def as_page(report: Mapping[str, Any], title: str, summary: str = "") -> str:
             lines += [
                 f"<tr><th>{escape(name)}</th>{_html_cell(value)}</tr>" for name, value in block.rows
             ]
-        lines.append("</table>")
+        lines.append("</table></div>")
     return "\n".join([*lines, "</body></html>\n"])
 
 

@@ -6,14 +6,15 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
 
-from streammega.cli.options import Overrides, RunFile
+from streammega.cli.options import AsJson, Overrides, RunFile
+from streammega.cli.render import show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -27,6 +28,7 @@ TOKENS = 64
 def prepare(
     config: RunFile,
     overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Build all indices of a run before it starts, without GPUs.
 
@@ -42,21 +44,23 @@ def prepare(
     data = settings.data
     if not data.num_samples:
         data = replace(data, num_samples=settings.num_samples())
-    count = 0
+    rows = []
     with ProgressDisplay("preparing") as progress:
         for done in run(data):
-            typer.echo(
-                f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
-            )
-            count += 1
-            progress.begin(f"preparing, {count} datasets done")
+            rows.append(asdict(done))
+            if not as_json:
+                typer.echo(
+                    f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
+                )
+            progress.begin(f"preparing, {len(rows)} datasets done")
+    published = redact_urls(data.index_publish_url) if data.index_publish_url else None
+    summary = f"{pluralize(len(rows), 'dataset')} prepared"
     if not ORDERS[data.order].has_indices:
-        typer.echo(f"the {data.order} order needs no indices")
-        return
-    where = ""
-    if data.index_publish_url:
-        where = f", published in {redact_urls(data.index_publish_url)}"
-    typer.echo(f"{pluralize(count, 'dataset')} prepared{where}")
+        summary = f"the {data.order} order needs no indices"
+    elif published:
+        summary += f", published in {published}"
+    report = {"published": published, "datasets": rows} if as_json else {}
+    show_report(report, summary=summary, as_json=as_json)
 
 
 def train(
@@ -70,7 +74,7 @@ def train(
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 
-def warmup() -> None:
+def warmup(as_json: AsJson = False) -> None:
     """Compile all kernels into numba's cache, so that no run on this machine or image does.
 
     The cache is the folder that NUMBA_CACHE_DIR names, else the package's, or the user's cache
@@ -85,11 +89,12 @@ def warmup() -> None:
             "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
             "written"
         )
-    typer.echo(
+    summary = (
         f"{done.compiled} kernels compiled, {done.loaded} were there already, in "
-        f"{', '.join(done.folders)} ({done.seconds:.0f} s)"
+        f"{', '.join(done.folders)} ({done.seconds:.0f} s)\n"
+        "processes that may not write to this folder compile again: see NUMBA_CACHE_DIR"
     )
-    typer.echo("processes that may not write to this folder compile again: see NUMBA_CACHE_DIR")
+    show_report(asdict(done) if as_json else {}, summary=summary, as_json=as_json)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split
+from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quick
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
+    from streammega.config import DataConfig
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset.provenance import DocumentOrigin
     from streammega.loading.micro_steps import BalancedBatches
@@ -314,6 +315,12 @@ class TracedRunFile:
         )
 
 
+def look_only(data: DataConfig) -> DataConfig:
+    """A config that does not wait for minutes for an endpoint that fails."""
+    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
+    return replace(data, storage=quick(data.storage), storage_by_prefix=others)
+
+
 def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     """A split of a run, as its trainer reads it. Raises ConfigError where ranks do not divide the
     batches.
@@ -322,7 +329,7 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     from streammega.samples.provenance import Provenance
     from streammega.train.splits import batch_sizes, data_of
 
-    data = data_of(run, split)
+    data = look_only(data_of(run, split))
     sizes = batch_sizes(run, split)
     train = run.train
     schedule = training_schedule(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from streammega.config import DataConfig
-from streammega.errors import StateError, StreammegaError
+from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.broadcast import BatchBroadcast, PendingBatch, rank_device
@@ -31,6 +31,11 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
     Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens.
     """
+    if not hasattr(ranks, "layout"):
+        raise ConfigError(
+            f"open_loader: ranks is {ranks!r}; give Ranks(layout), or for one process and plain data "
+            "parallelism use StreamLoader with dp_rank and dp_size"
+        )
     layout = ranks.layout
     dp_rank = ranks.at["dp"]
     cp_rank = ranks.at["cp"]

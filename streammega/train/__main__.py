@@ -130,6 +130,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s", stream=sys.stderr)
     logging.getLogger("streammega").setLevel(level)
+    logging.getLogger("botocore").setLevel(logging.ERROR)  # its warnings are tracebacks
     if not arguments or arguments[0] in ("-h", "--help"):
         usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
         print(f"usage: {usage}\n\n{__doc__}")

@@ -226,6 +226,12 @@ def test_a_length_of_a_phase_that_ranks_cannot_cut_is_refused_at_once(config: Da
         open_loader(config, cut, **SIZES)
 
 
+def test_a_loader_without_ranks_is_refused_with_what_to_use(config: DataConfig) -> None:
+    none: Any = None
+    with pytest.raises(ConfigError, match="ranks is None; give Ranks"):
+        open_loader(config, none, **SIZES)
+
+
 @pytest.mark.guarantee("ranks-read-once")
 @pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
 def test_one_message_is_many_times_smaller_than_megatrons_fields(

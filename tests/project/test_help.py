@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import json
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +18,11 @@ import typer.main
 from click import Command, Group
 from typer.testing import CliRunner
 
+from streammega.__main__ import main as entry_point
+from streammega.cli import options
+from streammega.cli.main import COMMANDS as ROWS
 from streammega.cli.main import app, main
-from tests.support.builders import write_dataset
+from tests.support.builders import convert_bytes, write_dataset, write_small_run
 from tests.support.servers import S3
 
 
@@ -36,6 +44,7 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
     first = (command.help or "").split("\n\n")[0].strip()
     assert first
     assert "\n" not in first
+    assert command.epilog or name == "cache"
     for option in command.params:
         assert getattr(option, "help", None), f"{option.name} has no help"
     shown = CliRunner().invoke(app, [*name.split(), "--help"])
@@ -43,9 +52,185 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
     assert first.split()[0] in shown.output
 
 
+@pytest.mark.parametrize("example", [line for row in ROWS.values() for line in row.examples])
+def test_every_example_is_a_command_line_that_the_command_takes(example: str) -> None:
+    program, *words = shlex.split(example)
+    if program == "torchrun":
+        return
+    assert program == "streammega"
+    name = " ".join(words[:2]) if words[0] == "cache" else words[0]
+    COMMANDS[name].make_context(name, words[len(name.split()) :])
+
+
+def test_every_command_that_ends_prints_json() -> None:
+    without = [
+        name
+        for name, command in COMMANDS.items()
+        if not any("--json" in param.opts for param in command.params)
+    ]
+    assert without == ["train"], "its records are metrics.jsonl"
+
+
+@pytest.fixture
+def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run and its records, converted datasets `one` and `two`, and a cache."""
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "long", [np.arange(100)] * 20)
+    write_small_run(tmp_path, str(tmp_path / "long"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in ("one", "two"):
+        convert_bytes(tmp_path / name, tmp_path / "a.jsonl")
+    (tmp_path / "cache" / "chunks").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.guarantee("json-of-commands")
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("convert a.jsonl three --tokenizer bytes", "documents"),
+        ("convert a.jsonl three --tokenizer bytes --append-to one", "appended_to"),
+        ("convert a.jsonl three --tokenizer bytes --dry-run", "units"),
+        ("convert a.jsonl three --tokenizer bytes --task 0/1", "task"),
+        ("ls a.jsonl", "inputs"),
+        ("append one two", "version"),
+        ("versions one", "versions"),
+        ("gc one", "files"),
+        ("describe one", "documents"),
+        ("describe a.jsonl", "input"),
+        ("describe run.toml", "run"),
+        ("cat one#0 --ids", "ids"),
+        ("verify one", "problems"),
+        ("cache ls cache", "objects"),
+        ("cache verify cache", "damaged"),
+        ("cache clear cache", "removed"),
+        ("prepare run.toml", "datasets"),
+        ("trace run.toml --step 1", "samples"),
+        ("diff-orders run.toml run.toml", "first_sample"),
+        ("order-report run.toml", "phases"),
+        ("plot metrics.jsonl --out run.png", "steps"),
+    ],
+)
+def test_with_json_a_command_prints_one_value_and_nothing_else(
+    words: str, key: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split(), "--json"]) == 0
+    assert key in json.loads(capsys.readouterr().out)
+
+
+def test_completion_knows_commands_and_options() -> None:
+    for words, word in (
+        ("streammega conv", "convert"),
+        ("streammega verify --voc", "--vocab-size"),
+    ):
+        asked = {
+            "_STREAMMEGA_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        command = [sys.executable, "-m", "streammega"]
+        done = subprocess.run(command, env=os.environ | asked, capture_output=True, check=False)
+        assert done.stdout.decode().split() == [word]
+
+
+def test_ctrl_c_while_modules_are_imported_is_a_word_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(importlib.abc.MetaPathFinder):
+        def find_spec(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "streammega.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted()])
+    assert entry_point() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.guarantee("no-traceback")
+def test_a_defect_is_one_message_and_its_traceback_a_log_record(
+    pair: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of s3://user:secret@host")
+
+    monkeypatch.setattr("streammega.dataset.IndexedDataset", fail)
+    monkeypatch.setenv("STREAMMEGA_LOG", "DEBUG")
+    assert main(["describe", pair]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ZeroDivisionError: of s3://***@host (describe.py, line ")
+    assert "report it" in error
+    assert caplog.records[-1].exc_info
+
+
+@pytest.mark.guarantee("no-traceback")
+@pytest.mark.parametrize(
+    ("closed", "code", "message"),
+    [
+        ("> /dev/full", 1, "No space left"),
+        ("| true", 141, ""),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(
+    closed: str, code: int, message: str, pair: str
+) -> None:
+    # after a wait: the reader of the pipe has gone before something is written
+    script = "import sys, time, streammega.__main__ as m; time.sleep(0.2); sys.exit(m.main())"
+    command = f"{sys.executable} -c '{script}' describe {pair} {closed}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+@pytest.mark.guarantee("no-traceback")
+def test_a_role_that_cannot_be_taken_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("token")
+    role = {
+        "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/reader",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
+        "AWS_ENDPOINT_URL_STS": "http://127.0.0.1:1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    (tmp_path / "storage.toml").write_text("retry_timeout = 0.1\n")
+    words = ["describe", "s3://bucket/web", "--storage-file", str(tmp_path / "storage.toml")]
+    command = [sys.executable, "-m", "streammega", *words]
+    done = subprocess.run(command, env=kept | role, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "credentials" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["verify {url}", "describe {url}", "trace run.toml --step 1", "describe run.toml"],
+)
+def test_commands_that_only_look_wait_for_no_server(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "LOOK_TIMEOUT", 0.1)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    write_small_run(tmp_path, "s3://bucket/web")
+    assert main(words.format(url="s3://bucket/web").split()) == 1
+    assert "in 0.1 s" in capsys.readouterr().err
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
     write_dataset(tmp_path / "web", [np.arange(100)])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b'[1]\n{"step": 1, "loss": "\xff"}\n')
     return str(tmp_path / "web")
 
 
@@ -63,6 +248,13 @@ def pair(tmp_path: Path) -> str:
         ("convert {pair} {pair}2.manifest.json", "give the prefix '{pair}2'"),
         ("gc {pair}b", "no such dataset, nor what is left of one; is web meant?"),
         ("gc {tmp_path}/none/x", "no such dataset"),
+        ("verfy {pair}", "Did you mean 'verify'"),
+        ("cache lss x", "Did you mean 'ls'"),
+        ("verify {pair} --vocab-siz 3", "--vocab-size"),
+        ("describe {pair} --plot x.unknown", ".unknown is no format of plots"),
+        ("convert {pair} x --plot x.unknown", ".unknown is no format of plots"),
+        ("plot {tmp_path}/run", "holds no step"),
+        ("convert a.{{001..010}}.jsonl x --tokenizer bytes", "braces"),
     ],
 )
 def test_mistakes_are_named(

@@ -164,9 +164,10 @@ def _not_found(item: str) -> ObjectNotFoundError:
             f"{shown}: no such object, folder or match; has its signature expired?"
         )
     kind, where = ("object", "URL") if is_remote(item) else ("file", "path")
-    return ObjectNotFoundError(
-        f"{shown}: no such {kind}, folder or match; check the {where}, and quote globs"
-    )
+    message = f"{shown}: no such {kind}, folder or match; check the {where}, and quote globs"
+    if "{" in shown:
+        message += ", but no braces: the shell expands them, here they are plain text"
+    return ObjectNotFoundError(message)
 
 
 def _inputs_of(
