@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,23 +28,27 @@ from typing import Any
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from streammega import IndexedDataset
-from streammega.cli.plotting import pyplot, sparkline
-from streammega.cli.progress import ProgressDisplay
-from streammega.convert import ConvertOptions, convert
-from streammega.dataset.verify import verify
-from streammega.errors import StreammegaError
-from streammega.train.config import RunConfig, load_run
-from streammega.train.run_log import read_metrics
+# torch takes seconds, and moto too: both are imported where they are used.
+from streammega.cli.plotting import pyplot, sparkline  # noqa: E402
+from streammega.cli.progress import ProgressDisplay  # noqa: E402
+from streammega.convert import ConvertOptions, convert  # noqa: E402
+from streammega.dataset import IndexedDataset  # noqa: E402
+from streammega.dataset.verify import verify  # noqa: E402
+from streammega.errors import StreammegaError  # noqa: E402
+from streammega.train.run_log import read_metrics  # noqa: E402
 
-MIN_CORPUS_BYTES = 20_000_000
-MAX_CORPUS_BYTES = 32_000_000
+CORPUS_BYTES = 8_000_000
 VOCAB_SIZE = 4096
 BUCKET = "streammega-demo"
-SHARD_BYTES = 4_000_000
+SHARD_BYTES = 1_000_000
 EOD = "<|endoftext|>"
+NEXT = f"""
+Next, with texts of your own:
+    {{bin}}/streammega convert TEXTS mine/texts --tokenizer {{work}}/tokenizer.json --eod '{EOD}' --shuffle
+    {{bin}}/streammega train {{work}}/run.toml data.blend=mine/texts train.out_dir=mine/run"""
 RUN_TOML = """\
 [data]
 blend = ["s3://{bucket}/corpus"]
@@ -97,6 +104,8 @@ def main() -> int:
     print(
         f"\n{'The demo passed' if passed else 'THE DEMO FAILED'} in {time.monotonic() - began:.0f} s; everything is in {work}/"
     )
+    if passed:
+        print(NEXT.format(bin=os.path.relpath(Path(sys.executable).parent), work=work))
     return 0 if passed else 1
 
 
@@ -115,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
         help="folder for everything the demo makes (default: %(default)s)",
     )
     parser.add_argument(
-        "--iters", type=int, default=120, help="training iterations (default: %(default)s)"
+        "--iters", type=int, default=80, help="training iterations (default: %(default)s)"
     )
     arguments = parser.parse_args()
     if arguments.iters < 60:
@@ -125,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> bool:
     """The six steps; True when the proof held and the model learned."""
+    multiprocessing.get_context("spawn").Process(target=compile_kernels, daemon=True).start()
     say(1, "collecting the corpus")
     inputs = arguments.inputs or python_sources()
     say(2, "training a tokenizer")
@@ -161,7 +171,30 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     )
     (work / "run.toml").write_text(text, encoding="utf-8")
     train_with_kills(work, arguments.iters)
-    return prove(work, load_run(str(work / "run.toml")), entropy)
+    return prove(work, entropy)
+
+
+def compile_kernels() -> None:
+    """Take a batch of a small dataset. The loader's kernels are in numba's cache then, before the ranks
+    need them, compiled on a core that has nothing to do yet.
+    """
+    from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+
+    with tempfile.TemporaryDirectory() as folder:
+        with IndexedDatasetWriter(f"{folder}/small", np.uint16) as writer:
+            for _ in range(100):
+                writer.add_document(np.arange(20), [20])
+        data = DataConfig(
+            blend=[f"{folder}/small"],
+            sequence_length=16,
+            split="98,2,0",
+            num_samples=(8, 2, 0),
+            eod_id=0,
+            vocab_size=VOCAB_SIZE,
+            index_cache_dir=folder,
+        )
+        with StreamLoader(data, micro_batch_size=4, global_batch_size=4) as loader:
+            next(iter(loader))
 
 
 def say(step: int, text: str) -> None:
@@ -169,25 +202,15 @@ def say(step: int, text: str) -> None:
 
 
 def python_sources() -> list[str]:
-    """Sources and texts of this Python: of its library, then of installed packages, until there are
-    enough.
-    """
-    paths = sysconfig.get_paths()
+    """The first sources of this Python's library, some megabytes."""
     found: list[str] = []
     size = 0
-    for root in dict.fromkeys((paths["stdlib"], paths["purelib"])):
-        for path in sorted(Path(root).rglob("*")):
-            if path.suffix not in (".py", ".txt", ".rst", ".md") or not path.is_file():
-                continue
-            inside = path.relative_to(root).parts
-            if (root == paths["stdlib"] and "site-packages" in inside) or not is_text(path):
-                continue
-            found.append(str(path))
-            size += path.stat().st_size
-            if size >= MAX_CORPUS_BYTES or (size >= MIN_CORPUS_BYTES and root == paths["purelib"]):
-                break
-        if size >= MIN_CORPUS_BYTES:
-            break
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "__pycache__"})
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+            if size < CORPUS_BYTES and is_text(path):
+                found.append(str(path))
+                size += path.stat().st_size
     print(f"    {len(found):,} files of Python {sys.version.split()[0]}, {size / 1e6:.1f} MB")
     return found
 
@@ -279,9 +302,8 @@ class S3Server:
 
 
 def make_bucket(server: S3Server) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem(endpoint_url=server.endpoint, key="demo", secret="demo").mkdir(BUCKET)
+    request = urllib.request.Request(f"{server.endpoint}/{BUCKET}", method="PUT")
+    urllib.request.urlopen(request).close()
 
 
 def train_with_kills(work: Path, iters: int) -> None:
@@ -306,10 +328,9 @@ def train(work: Path, ranks: int, kill_at: int | None) -> None:
         f"--nproc-per-node={ranks}",
     ]
     command += ["-m", "streammega.train", str(work / "run.toml")]
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
     root = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": "1",  # two threads wait for each other, on a busy machine for long
         "PYTHONPATH": root,
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
@@ -330,12 +351,13 @@ def train(work: Path, ranks: int, kill_at: int | None) -> None:
 
 def follow(process: subprocess.Popen[bytes], metrics: Path, kill_at: int | None) -> None:
     """Print progress until the process ends or step `kill_at` is done."""
+    before = len(read_metrics(metrics)) if metrics.exists() else 0
     shown = 0
     while process.poll() is None:
         time.sleep(0.1)
-        records = read_metrics(metrics) if metrics.exists() else []
+        records = read_metrics(metrics)[before:] if metrics.exists() else []
         last = records[-1] if records else {"step": 0}
-        if last["step"] != shown and last["step"] % 10 == 0:
+        if last["step"] != shown and (last["step"] % 10 == 0 or shown == 0):
             shown = last["step"]
             print(
                 f"    step {shown:4d}  loss {last['loss']:.3f}  {last['tokens_per_s']:,.0f} tokens/s  ranks {last['ranks']}",
@@ -369,13 +391,15 @@ def kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def prove(work: Path, config: RunConfig, entropy: float) -> bool:
+def prove(work: Path, entropy: float) -> bool:
     """Compare every global batch that training saw with an uninterrupted pass of the loader alone;
     plot the loss.
     """
     from streammega.train.batch_hash import loader_hashes
+    from streammega.train.config import load_run
 
     say(6, "proof: an uninterrupted pass over the loader alone")
+    config = load_run(str(work / "run.toml"))
     records = read_metrics(work / "run" / "metrics.jsonl")
     expected = loader_hashes(config)
     seen = {record["step"] for record in records}
