@@ -1,6 +1,8 @@
 """`streammega` and `python -m streammega`: the command."""
 
+import os
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
@@ -8,10 +10,18 @@ def main() -> int:
     try:
         from streammega.cli.main import main as run
 
-        return run()
+        code = run()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    if code:
+        # After an error requests may be under way in threads of Rust, which abort the process where
+        # the interpreter ends while they call it.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
