@@ -148,8 +148,16 @@ class RetryPolicy:
         # The last try is at the deadline.
         return remaining if remaining - pause < MIN_PAUSE else pause
 
-    def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
+    def call(
+        self,
+        attempt: Callable[[], Result],
+        stop: threading.Event | None = None,
+        *,
+        is_answer: bool = True,
+    ) -> Result:
         """`attempt()` until it succeeds; after the last try its error is raised.
+
+        is_answer: whether success shows that the endpoint answers. Opening a client does not.
 
         Within a call of another policy it ends with that one, also in a thread of a pool. A pause
         ends at once, by `thread_pool.Cancelled`, when `stop` is set or this thread's work is not
@@ -166,7 +174,8 @@ class RetryPolicy:
             while True:
                 try:
                     result = attempt()
-                    self.note_answer()
+                    if is_answer:
+                        self.note_answer()
                     return result
                 except StorageError as error:
                     # A refusal is an answer, too.

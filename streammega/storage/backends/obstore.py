@@ -258,7 +258,7 @@ class ObstoreStore(RemoteStore):
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
         self._check_key(key)
         # Settings that cannot work are refused before anything is written.
-        self._policy.call(self._client)
+        self._policy.call(self._client, is_answer=False)
         return ObstoreWriter(self, key)
 
     def open_upload_client(self, key: str) -> Any:
@@ -270,7 +270,9 @@ class ObstoreStore(RemoteStore):
             except StorageError as error:
                 if error.silent:
                     raise
-        return self._policy.call(lambda: obstore_after_fork.opened(self._open_client(self._policy)))
+        return self._policy.call(
+            lambda: obstore_after_fork.opened(self._open_client(self._policy)), is_answer=False
+        )
 
     def await_answer(self, key: str) -> None:
         """Return when the server answers at all. Warns and raises as all requests do."""
