@@ -20,7 +20,7 @@ from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_c
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.errors.words import pluralize, without_controls
+from streammega.errors.words import in_one_line, pluralize, without_controls
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
@@ -249,11 +249,13 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
         pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
         for path, page in page_cache.damaged_pages(entry):
             damaged.append({"page": page, "file": str(path), "object": entry.url})
+            if not as_json:
+                typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
     # the cache may belong to another user, who alone may write there
     with contextlib.suppress(OSError):
         page_cache.recount(chunks)
     summary = f"{pluralize(pages, 'page')}, {len(damaged):,} damaged"
-    report = {"pages": pages, "damaged": damaged} if as_json else {"damaged": damaged}
+    report = {"pages": pages, "damaged": damaged} if as_json else {}
     show_report(report, summary=summary, as_json=as_json)
     if damaged:
         raise typer.Exit(1)

@@ -99,7 +99,6 @@ class LocalStore(Store):
 
     def __init__(self, config: StorageConfig | None = None) -> None:
         self._config = config or StorageConfig()
-        self._policy = RetryPolicy.of(self._config)
         self._maps: dict[str, _Mapped] = {}
         self._lock = process_lock()
 
@@ -113,6 +112,11 @@ class LocalStore(Store):
     def is_local(self) -> bool:
         """Files are mapped."""
         return True
+
+    @property
+    def _policy(self) -> RetryPolicy:
+        # Not kept: thousands of shards have a store each, and the collector looks at every object.
+        return RetryPolicy.of(self._config)
 
     def local_path(self, key: str) -> str | None:
         """The key itself."""
