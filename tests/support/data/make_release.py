@@ -70,7 +70,7 @@ BATCHES = 6
 
 
 def config(blend: Any, **settings: Any) -> DataConfig:
-    defaults = {"sequence_length": 16, "seed": 7, "index_cache_dir": "cache"}
+    defaults: dict[str, Any] = {"sequence_length": 16, "seed": 7, "index_cache_dir": "cache"}
     return DataConfig(blend=blend, **(defaults | settings))
 
 
