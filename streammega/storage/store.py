@@ -270,16 +270,16 @@ def atomic_writer(store: Store, key: str) -> Iterator[ObjectWriter]:
 
 def write_again(store: Store, key: str, write: Callable[[], Result]) -> Result:
     """`write()` an object; again where its upload was refused, and the server accepts requests now."""
-    for tries_left in reversed(range(MAX_UPLOADS)):
+    for _ in range(MAX_UPLOADS - 1):
         try:
             return write()
         except StorageError as error:
-            if not (error.upload_refused and tries_left):
+            if not error.upload_refused:
                 raise
-        # Waits for it, and raises as all requests do.
+        # A read waits until the server accepts requests, and raises as all requests do.
         with suppress(ObjectNotFoundError):
             store.read(key, [(0, 1)])
-    raise AssertionError("the last try raises")
+    return write()
 
 
 def create_on_condition(store: Store, key: str, data: bytes) -> bool:

@@ -145,7 +145,7 @@ class FsspecStore(RemoteStore):
             return
         try:
             self._get(fs, key, [(0, 1)], "")
-        except BaseException as cause:
+        except Exception as cause:
             if CLOCK_DIFFERS in str(cause) or EXPIRED.search(str(cause)):
                 raise
 
