@@ -56,9 +56,14 @@ def read_through(kind: str, transport: str, folder: Path, seconds: float, timeou
     write_data(folder)
     (folder / "disk").mkdir()
     needs = kind in NEED_NAMESPACE
-    arguments = json.dumps([kind, transport, str(folder), seconds, timeout, needs])
-    command = [sys.executable, "-m", "tests.support.outage_programs", arguments]
-    if needs:
+    arguments = [kind, transport, str(folder), seconds, timeout, needs]
+    return answer_of("tests.support.outage_programs", arguments, kind, folder)
+
+
+def answer_of(module: str, arguments: Sequence[Any], kind: str, folder: Path) -> Any:
+    """What a program prints, run where names and disks can fail if this kind needs that."""
+    command = [sys.executable, "-m", module, json.dumps(arguments)]
+    if kind in NEED_NAMESPACE:
         command = in_namespace(folder / "hosts", folder / "disk", command)
         if not command:
             pytest.skip("this machine has no user namespaces")
@@ -133,16 +138,8 @@ def write_through(
         (folder / name).mkdir()
     write_dataset(folder / "data" / "web", [np.full(3_000_000, 5), [7] * 3000], np.int32)
     target = f"{moto.endpoint}/{moto.new_bucket()}"
-    arguments = json.dumps([job, kind, transport, str(folder), target, seconds, timeout])
-    command = [sys.executable, "-m", "tests.support.write_outage_programs", arguments]
-    if kind in NEED_NAMESPACE:
-        command = in_namespace(folder / "hosts", folder / "disk", command)
-        if not command:
-            pytest.skip("this machine has no user namespaces")
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert not any(secret in run.stdout + run.stderr for secret in SECRETS)
-    return json.loads(run.stdout.splitlines()[-1])
+    arguments = [job, kind, transport, str(folder), target, seconds, timeout]
+    return answer_of("tests.support.write_outage_programs", arguments, kind, folder)
 
 
 @pytest.mark.guarantee("outages-waited")
