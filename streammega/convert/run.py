@@ -344,7 +344,7 @@ def plan(
 
 def _check_packages(files: Sequence[Input], options: ConvertOptions) -> None:
     """Raise ConfigError for a package that is needed and not installed."""
-    for item in files:
+    for item in {item.format: item for item in files}.values():
         package = FORMATS[item.format].package
         if package:
             import_extra(package, "convert", f"{item.path}: reading {item.format} needs {package}")

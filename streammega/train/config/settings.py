@@ -163,7 +163,6 @@ class TrainConfig:
     """Go on training while a checkpoint is written or uploaded. It needs as much memory of the host
     as a rank saves.
     """
-
     resume_from_step: Annotated[int | None, Ge(0)] = None
     """Resume from the last checkpoint at or before this step. Later ones are set aside under *.rewound.
     It is done once: a restart with the same setting goes on from what was trained since.
