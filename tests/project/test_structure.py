@@ -36,6 +36,7 @@ LEVELS = [
     "train",
     "convert",
     "cli",
+    "apps",
 ]
 LEVEL = {unit: number for number, unit in enumerate(LEVELS)}
 NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "integrations", "train"}
@@ -43,6 +44,19 @@ NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "int
 gradients is needed there.
 """
 FACES = {"__init__.py", "__main__.py"}
+TABLE_OF_COMMANDS = Path("cli", "main.py")
+"""The one file below `apps` that imports it."""
+PUBLIC_FOR_APPS = (
+    "streammega",
+    "streammega.storage",
+    "streammega.dataset",
+    "streammega.order",
+    "streammega.errors",
+    "streammega.train.config",
+)
+"""Modules whose `__all__` `apps` may import."""
+COMMAND_LINE_KIT = ("streammega.cli.options", "streammega.cli.render", "streammega.cli.progress")
+"""What every command uses: its options, its report, its progress."""
 
 
 def unit_of(path: Path) -> str:
@@ -80,13 +94,35 @@ def test_imports_go_down_only() -> None:
     into_training = []
     for path in SOURCES:
         unit = unit_of(path)
-        for other in imported_units(path) - {unit}:
+        may_import = {"apps"} if path.relative_to(ROOT) == TABLE_OF_COMMANDS else set()
+        for other in imported_units(path) - {unit} - may_import:
             if LEVEL[other] >= LEVEL[unit]:
                 upward.append(f"{path.relative_to(ROOT)} ({unit}) imports {other}")
             if unit == "convert" and other in NOT_FROM_CONVERT:
                 into_training.append(f"{path.relative_to(ROOT)} imports {other}")
     assert not upward, "what is imported lies above"
     assert not into_training
+
+
+@pytest.mark.guarantee("apps-public-api")
+def test_commands_for_people_use_the_public_api_alone() -> None:
+    private = []
+    for path in (ROOT / "apps").rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            imports: list[tuple[str, str]] = []
+            if isinstance(node, ast.ImportFrom):
+                imports = [(str(node.module), alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                imports = [(alias.name, "") for alias in node.names]
+            for module, name in imports:
+                if not module.startswith("streammega") or module.startswith("streammega.apps"):
+                    continue
+                is_public = module in PUBLIC_FOR_APPS and (
+                    not name or name in importlib.import_module(module).__all__
+                )
+                if not is_public and module not in COMMAND_LINE_KIT:
+                    private.append(f"{path.relative_to(ROOT)}: {name} of {module}")
+    assert not private
 
 
 def test_every_source_has_a_level() -> None:
