@@ -128,7 +128,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBuffer:
-    """`size` bytes that are held and freed together, and the requests that fill them or a part.
+    """`size` bytes that are held and freed together, and the requests that fill them.
 
     row: the number of the first row of the window that needs the buffer.
     """
@@ -374,16 +374,14 @@ class Planner:
         self.table.expect_rows(opened.slot, opened.uses * rows_of_sample)
         runs_of_block = self._runs_of_blocks(opened)
         first_rows = extents.row_splits[opened.row * rows_of_sample].tolist()
-        for number, (slot_of_block, first_row, block_tokens) in enumerate(
-            zip(opened.slot.tolist(), first_rows, opened.block_tokens.tolist(), strict=True)
+        for number, (slot_of_block, first_row) in enumerate(
+            zip(opened.slot.tolist(), first_rows, strict=True)
         ):
             size = 0
             requests: list[Request] = []
             for file, start, stop in runs_of_block[number]:
                 requests += self._in_parts(file, start, stop, at=size)
                 size += stop - start
-            # Parts of blocks take as much memory as whole ones: so each buffer serves any later block.
-            size = max(size, block_tokens * int(self.files.itemsize[file]))
             yield PlannedBuffer(slot=slot_of_block, size=size, row=first_row, requests=requests)
 
     def _runs_of_blocks(self, opened: OpenedBlocks) -> list[list[tuple[int, int, int]]]:

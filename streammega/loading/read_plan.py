@@ -179,7 +179,9 @@ def _blocks_to_prefetch(
     if steps.config.balance_attention_cost and not _keeps_order_in_lanes(steps, order):
         return nothing
     itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
-    bytes_of_block = order.block_tokens * itemsizes
+    # A block is its samples end to end and one extra token. Each further shard that it continues in
+    # adds another: memory_plan.py has room for these.
+    bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
     blocks = [
         BlockSize(dataset=dataset, stored=int(bytes_of_block[dataset]))

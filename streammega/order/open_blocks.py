@@ -20,14 +20,12 @@ class OpenedBlocks:
     end in this order.
 
     slot, uses, row [blocks]: the slot, how many samples will use it, and the first row that does.
-    block_tokens [blocks]: the tokens of a whole block. A lane may read only a part of it.
     block, dataset (its number), file, start, stop [runs]: in tokens.
     """
 
     slot: Integers
     uses: Integers
     row: Integers
-    block_tokens: Integers
     block: Integers
     dataset: Integers
     file: Integers
@@ -96,7 +94,6 @@ class OpenBlocks:
             slot=free[:num_opened],
             uses=opened["uses"],
             row=opened["row"],
-            block_tokens=order.block_tokens[opened["dataset"]],
             block=runs["item"],
             dataset=order.dataset_numbers[opened["dataset"][runs["item"]]],
             file=runs["file"],

@@ -210,15 +210,6 @@ class StreamOrder:
         return self._first_layout.datasets["block"]
 
     @property
-    def block_tokens(self) -> Integers:
-        """Tokens of a whole block of each dataset, int64 [datasets].
-
-        A block is its samples end to end and one extra token. Each further shard that it continues in
-        adds another: memory_plan.py has room for these.
-        """
-        return self.block_samples * self.sequence_length + self.extra
-
-    @property
     def lanes_per_run(self) -> Integers:
         """Lanes that share a run of each dataset, int64 [datasets]."""
         return self._first_layout.datasets["group"]

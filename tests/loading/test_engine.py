@@ -344,8 +344,37 @@ def test_blocks_and_parts_of_blocks_take_the_memory_of_earlier_ones(
     with loader:
         for _ in loader:
             pass
-    assert len(set(allocated)) == 1, "any of them serves any block"
     assert sum(allocated) < loader.stats()["fetched_bytes"] / 4
+
+
+@pytest.mark.guarantee("pieces-held-whole")
+def test_the_first_blocks_of_an_epoch_fit_beside_the_last_of_the_one_before(
+    server: Running, tmp_path: Path
+) -> None:
+    """All lanes begin an epoch at the same row. Bytes that are fetched only then are waited for."""
+    lanes = 64
+    write_lengths(f"{server.root}/data/epochs", [1 << 22])
+    config = DataConfig(
+        blend=["s3://data/epochs"],
+        sequence_length=256,
+        order="stream",
+        shuffle_lanes=lanes,
+        shuffle_block_bytes=1 << 14,
+        storage=replace(storage_of(server, "obstore"), memory_bytes=50_000_000),
+        index_cache_dir=tmp_path,
+    )
+    steps = StreamLoader(config, micro_batch_size=lanes, global_batch_size=lanes).dataset.steps
+    reading = plan_reading(steps, 0, config.storage.memory_bytes)
+    order = steps.samples.segment_at(0).order
+    assert order is not None
+    epoch_rows = -(-int(order.layout.datasets["size"][0]) // lanes)
+    ids = np.arange((epoch_rows + 1) * lanes)
+    window = reading.planner.plan(ids, steps.samples.locate(ids), lanes)
+    around_the_end = np.unique(window.slot[(epoch_rows - 1) * lanes :])
+    sizes = {buffer.slot: rounded(buffer.size) for buffer in window.buffers}
+    held = sum(sizes[slot] for slot in around_the_end.tolist())
+    assert len(around_the_end) > 1.5 * lanes, "a last and a first block of each lane"
+    assert held < 1.25 * lanes * max(sizes.values())
 
 
 sizes = st.integers(1, 1 << 20)
