@@ -31,7 +31,7 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
     Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens.
     """
-    if not isinstance(ranks, Ranks):
+    if not hasattr(ranks, "layout"):
         raise ConfigError(
             f"open_loader: ranks is {ranks!r}; give Ranks(layout), or for one process and plain data "
             "parallelism use StreamLoader with dp_rank and dp_size"
