@@ -20,11 +20,10 @@ from streammega.cli.main import COMMANDS
 from streammega.config.storage import load_storage
 from streammega.config.validate import field_docs
 from streammega.convert.read.formats import FORMATS
-from streammega.dataset import checksums
 from streammega.integrations import frameworks
 from streammega.loading import lookahead, memory_plan, planner
 from streammega.order import stream_order
-from streammega.storage import retry, seekable_zstd
+from streammega.storage import retry
 from streammega.storage.backends import fsspec, oss_credentials
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.s3_options import S3_OPTIONS, cloud_arguments
@@ -401,8 +400,6 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     ("architecture", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
     ("architecture", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
-    ("architecture", "**Frames of 32 KiB.**", seekable_zstd.FRAME_BYTES, 32 << 10),
-    ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     (
         "architecture",
         "Signs of life go to the job's store once a second",
