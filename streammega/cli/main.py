@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 import streammega
+from streammega.apps.doctor import doctor
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.datasets import (
     append,
@@ -44,7 +45,7 @@ EXIT_OF_BROKEN_PIPE = 141
 
 EXIT_CODES = (
     "Exit codes: 0 done, and nothing is wrong; 1 failed, or found what it looks for: a damaged "
-    "dataset, orders that differ; 2 the command line is wrong; 130 Ctrl-C; 141 the reader of its "
+    "dataset, orders that differ, a fault; 2 the command line is wrong; 130 Ctrl-C; 141 the reader of its "
     "output has gone.\n\n"
     "With --json a command prints one JSON value and nothing else (cat: one a line). Errors, "
     "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
@@ -112,6 +113,11 @@ COMMANDS = {
     "cache ls": Command(cache_ls, LOOK, ("streammega cache ls /nvme/cache",)),
     "cache verify": Command(cache_verify, LOOK, ("streammega cache verify /nvme/cache",)),
     "cache clear": Command(cache_clear, LOOK, ("streammega cache clear /nvme/cache",)),
+    "doctor": Command(
+        doctor,
+        RUN,
+        ("streammega doctor s3://bucket/web", "streammega doctor s3://bucket --write --json"),
+    ),
     "prepare": Command(prepare, RUN, ("streammega prepare run.toml",)),
     "warmup": Command(warmup, RUN, ("streammega warmup",)),
     "train": Command(

@@ -17,14 +17,19 @@ What happens when a request for a shard's bytes fails:
 """
 
 from streammega.errors.bus_error import name_files_on_bus_error
+from streammega.storage.connection import Connection, Credentials, connection_of, credentials_of
 from streammega.storage.open import join_url, open_store, parent_url, save_bytes
 from streammega.storage.store import Buffer, ObjectInfo, ObjectWriter, Store
 
 __all__ = [
     "Buffer",
+    "Connection",
+    "Credentials",
     "ObjectInfo",
     "ObjectWriter",
     "Store",
+    "connection_of",
+    "credentials_of",
     "join_url",
     "name_files_on_bus_error",
     "open_store",

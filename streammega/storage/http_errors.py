@@ -21,6 +21,7 @@ TRANSIENT_STATUSES = frozenset((408, 409, 425))
 PERMANENT_STATUSES = frozenset((501, 505))
 """Statuses from 500 on after which no other try can: the server does not support the request."""
 PARTIAL_CONTENT = 206
+_CODE = re.compile(r"<Code>(\w+)</Code>")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
 EXPIRED = re.compile(r"ExpiredToken|TokenExpired|TokenRefreshRequired|token.{0,40} expired")
 """Codes and texts of S3 and OSS for temporary credentials whose time is over."""
@@ -80,6 +81,8 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
             url, f"the clock of this machine differs from its own; set it: {reason}"
         )
     if status in (401, 403) or EXPIRED.search(text):
+        code = _CODE.search(text)
+        reason = f"{code[1]}; {reason}" if code else reason
         return expired(url, reason) if EXPIRED.search(text) else denied(url, reason)
     if status == 416:
         return truncated(url, reason)

@@ -100,6 +100,14 @@ class Store(ABC):
         """Whether objects are mapped local files, whose reads need no network."""
         return False
 
+    @property
+    def transport(self) -> str:
+        """The client that reads: "obstore", "fsspec", "oss2", or "local".
+
+        With `transport="auto"` another one may read after the first answer to a range request.
+        """
+        return "local"
+
     @abstractmethod
     def url(self, key: str) -> str:
         """The full URL of a key, for messages and cache keys, without credentials."""
@@ -201,6 +209,10 @@ class WrapperStore(Store):
     @property
     def is_local(self) -> bool:
         return self.inner.is_local
+
+    @property
+    def transport(self) -> str:
+        return self.inner.transport
 
     def url(self, key: str) -> str:
         return self.inner.url(key)

@@ -105,6 +105,7 @@ def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cache ls cache", "objects"),
         ("cache verify cache", "damaged"),
         ("cache clear cache", "removed"),
+        ("doctor one --seconds 4", "checks"),
         ("prepare run.toml", "datasets"),
         ("trace run.toml --step 1", "samples"),
         ("diff-orders run.toml run.toml", "first_sample"),

@@ -66,6 +66,11 @@ class Tls:
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
 
 def write_certificate(certificate: Path, key_file: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
@@ -92,9 +97,7 @@ def write_certificate(certificate: Path, key_file: Path) -> None:
 def tls(tmp_path: Path) -> Iterator[Tls]:
     server = Tls(tmp_path)
     yield server
-    server.server.shutdown()
-    server.server.server_close()
-    server.thread.join()
+    server.close()
 
 
 @pytest.mark.guarantee("tls-verified")

@@ -63,6 +63,11 @@ class FallbackStore(WrapperStore):
             return self._fall_back(FORKED)
         return self._inner
 
+    @property
+    def transport(self) -> str:
+        second = self._second
+        return second.transport if self._ranges_refused and second else self.inner.transport
+
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self._read(lambda store: store.fetch(key, spans, etag))
 

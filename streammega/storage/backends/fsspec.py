@@ -108,6 +108,11 @@ class FsspecStore(RemoteStore):
             return f"{self.scheme}://{self.root}/{quote(key)}"
         return f"{self.root}/{key}"
 
+    @property
+    def transport(self) -> str:
+        """The client's name."""
+        return "fsspec"
+
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         path = self._path(key)

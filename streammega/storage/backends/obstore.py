@@ -122,6 +122,11 @@ class ObstoreStore(RemoteStore):
         deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
         self._last_policy = replace(self._policy, deadline=deadline)
 
+    @property
+    def transport(self) -> str:
+        """The client's name."""
+        return "obstore"
+
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         if key not in self._urls:

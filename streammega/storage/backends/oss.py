@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
-from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
+from streammega.errors import ConfigError, StreammegaError
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.s3_options import CREDENTIALS_LAST, client_options, is_http_url
@@ -53,7 +53,6 @@ Alibaba's example for AWS's Java SDK uses it too (`Region.AWS_GLOBAL`).
 """
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
 """Variables of AWS that obstore reads, and that its arguments cannot override."""
-_CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +227,4 @@ class OssStore(ObstoreStore):
             return truncated(
                 self.url(key), "OSS answers a range that reaches past the end with the whole object"
             )
-        ours = super()._error(key, error)
-        code = _CODE.search(text)
-        if isinstance(ours, AccessDeniedError) and ours is not error and code:
-            ours.args = (f"{ours}; OSS says {code[1]}",)
-        return ours
+        return super()._error(key, error)

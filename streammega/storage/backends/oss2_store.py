@@ -43,6 +43,11 @@ class Oss2Store(RemoteStore):
         super().__init__(scheme, root, config)
         self._credentials = OssCredentials.from_options(root, config.storage_options)
 
+    @property
+    def transport(self) -> str:
+        """The client's name."""
+        return "oss2"
+
     def url(self, key: str) -> str:
         """The full URL of a key."""
         return redact(f"oss://{self.root}/{key}", self._config.storage_options)

@@ -59,11 +59,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
     settings = _late_session(options, with_handlers=False)
     endpoint = s3_endpoint(bucket, options, settings)
-    region = client_kwargs.get("region_name")
-    # Only signatures and default endpoints need a region.
-    if not region and not (endpoint and options.get("anon")):
-        region = os.environ.get("AWS_DEFAULT_REGION") or settings().get_config_variable("region")
-    store: dict[str, Any] = {"region": region or "us-east-1"}
+    store: dict[str, Any] = {"region": s3_region(options, endpoint, settings)}
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
     if endpoint:
@@ -146,6 +142,20 @@ def s3_endpoint(
     return endpoint
 
 
+def s3_region(
+    options: Mapping[str, Any],
+    endpoint: str | None,
+    session: Callable[[], Any] | None = None,
+) -> str:
+    """The region of signatures and default endpoints: the options', or else the user's."""
+    region = (options.get("client_kwargs") or {}).get("region_name")
+    # Only signatures and default endpoints need a region.
+    if not region and not (endpoint and options.get("anon")):
+        session = session or _late_session(options, with_handlers=False)
+        region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
+    return str(region or "us-east-1")
+
+
 def _check_endpoint(url: str, endpoint: str | None) -> None:
     if endpoint and not is_http_url(endpoint):
         raise ConfigError(
@@ -195,25 +205,7 @@ def _credential_provider(
             "expires_at": None,
         }
         return lambda: dict(fixed)
-    import botocore.exceptions
-
-    try:
-        credentials = session().get_credentials()
-    except (
-        botocore.exceptions.CredentialRetrievalError,
-        botocore.exceptions.MetadataRetrievalError,
-    ) as error:
-        raise no_renewal(type(error).__name__) from None
-    except botocore.exceptions.BotoCoreError as error:
-        raise AccessDeniedError(
-            f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"
-        ) from None
-    if credentials is None:
-        raise AccessDeniedError(
-            f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and "
-            f"AWS_SECRET_ACCESS_KEY, run 'aws configure', or pass storage_options={{'key': ..., "
-            f"'secret': ...}} ({{'anon': True}} for a public bucket)"
-        )
+    credentials = s3_credentials(bucket, options, session)
 
     def provide() -> dict[str, Any]:
         """The current credentials, in the form of obstore."""
@@ -234,7 +226,35 @@ def _credential_provider(
     return provide
 
 
-_ENDPOINT = {"gs": "base_url", "az": "endpoint"}
+def s3_credentials(
+    bucket: str, options: Mapping[str, Any], session: Callable[[], Any] | None = None
+) -> Any:
+    """botocore's credentials of its provider chain. Raises AccessDeniedError where it finds none."""
+    session = session or _late_session(options, with_handlers=True)
+    import botocore.exceptions
+
+    try:
+        credentials = session().get_credentials()
+    except (
+        botocore.exceptions.CredentialRetrievalError,
+        botocore.exceptions.MetadataRetrievalError,
+    ) as error:
+        raise no_renewal(type(error).__name__) from None
+    except botocore.exceptions.BotoCoreError as error:
+        raise AccessDeniedError(
+            f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"
+        ) from None
+    if credentials is None:
+        raise AccessDeniedError(
+            f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, run 'aws configure', or pass storage_options={{'key': ..., "
+            f"'secret': ...}} ({{'anon': True}} for a public bucket)"
+        )
+    return credentials
+
+
+ENDPOINT_OPTIONS = {"gs": "base_url", "az": "endpoint"}
+"""obstore's names of the endpoint."""
 _DRIVER_OPTIONS = ("default_block_size", "project", "use_listings_cache")
 """Options of gcsfs and adlfs that obstore does not need."""
 _DEFAULT_TOKENS = ("google_default", "cloud", "cache")
@@ -252,7 +272,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     for name in _DRIVER_OPTIONS:
         options.pop(name, None)
     client_kwargs = options.pop("client_kwargs", None) or {}
-    endpoint_option = _ENDPOINT[scheme]
+    endpoint_option = ENDPOINT_OPTIONS[scheme]
     endpoint_url = options.pop("endpoint_url", None)
     if endpoint_url:
         options[endpoint_option] = endpoint_url

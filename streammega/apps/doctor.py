@@ -1,0 +1,106 @@
+"""The command `doctor`: which faults keep a run from working here, and which settings fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import Report, show_report
+
+COUNTS = ("faults", "warnings")
+
+
+def doctor(
+    url: Annotated[
+        str,
+        typer.Argument(help="A bucket, a dataset, a manifest, a folder or an object; path or URL."),
+    ],
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Check conditional writes too: creates and deletes one small object."
+        ),
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds after which the command ends at the latest.")
+    ] = 20.0,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Check access, storage and this machine, and recommend settings.
+
+    Prints faults first, then what would help most. Exit status 1 if there is a fault.
+    """
+    from streammega.apps.checks import Examination
+    from streammega.cli.progress import ProgressDisplay
+
+    settings = storage_config(storage, storage_file)
+    log = logging.getLogger("streammega")
+    if log.level == logging.WARNING:
+        log.setLevel(logging.ERROR)  # the findings say the same
+    with ProgressDisplay("checking") as progress:
+        examination = Examination(url, settings, may_write=write, seconds=seconds)
+        examination.run(progress.begin)
+    report = examination.report()
+    text = "" if as_json else examination_text(report)
+    show_report(report if as_json else {}, summary=text, as_json=as_json)
+    if report["faults"]:
+        raise typer.Exit(1)
+
+
+def examination_text(report: Report) -> str:
+    """The report for people: a line for each check, rates, and a section of a run's file."""
+    from streammega.apps.checks import milliseconds, size_of
+
+    counts = [f"{report[name]} {name[:-1] if report[name] == 1 else name}" for name in COUNTS]
+    lines = [f"{report['url']}: {', '.join(counts)}", ""]
+    width = max(len(item["check"]) for item in report["checks"])
+    for item in report["checks"]:
+        line = f"{item['status']:<8} {item['check']:<{width}}  {item['result']}"
+        lines.append(line + (f" -> {item['remedy']}" if item["remedy"] else ""))
+    lines += [f"not checked: {reason}" for reason in report["not_checked"]]
+    if report["requests"]:
+        lines += [
+            "",
+            f"{'requests':>18} {'MB/s':>10} {'median':>12} {'slowest':>12} {'refused':>8}",
+        ]
+    for rate in report["requests"]:
+        requests = f"{rate['at_once']:>6} x {size_of(rate['bytes']):>9}"
+        if not rate["requests"]:
+            lines.append(f"{requests} {'no answer in time':>35} {rate['refused']:>9}")
+            continue
+        lines.append(
+            f"{requests} "
+            f"{rate['bytes_per_second'] / 1e6:>10,.1f} {milliseconds(rate['median_seconds']):>12} "
+            f"{milliseconds(rate['slowest_seconds']):>12} {rate['refused']:>8}"
+        )
+    return "\n".join([*lines, "", *storage_toml(report["storage"], report["hidden_options"])])
+
+
+def storage_toml(settings: Mapping[str, Any], hidden_options: Sequence[str]) -> list[str]:
+    """The section of a run's file that has these settings."""
+    lines = ["# The defaults fit: a run's file needs no settings of storage."]
+    if settings:
+        lines = ["# For a run's file:", "[data.storage]"]
+        plain = {name: value for name, value in settings.items() if name != "storage_options"}
+        lines += [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    options = settings.get("storage_options", {})
+    if options:
+        lines.append("[data.storage.storage_options]")
+        lines += [f"{name} = {_toml(value)}" for name, value in options.items()]
+    if hidden_options:
+        names = ", ".join(hidden_options)
+        lines.append(f"# Not shown: {names}. Keep secrets in the environment or a profile.")
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + "}"
+    return json.dumps(value)  # of texts, numbers and booleans it is TOML
