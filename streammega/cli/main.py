@@ -15,6 +15,7 @@ import typer
 
 import streammega
 from streammega.apps.doctor import doctor
+from streammega.apps.simulate import simulate
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.datasets import (
     append,
@@ -134,6 +135,14 @@ COMMANDS = {
         (
             "streammega order-report 0.7 s3://bucket/web 0.3 s3://bucket/code",
             "streammega order-report run.toml --ranks 64",
+        ),
+    ),
+    "simulate": Command(
+        simulate,
+        UNDERSTAND,
+        (
+            "streammega simulate web=10T code=3T --nodes 64 --train-tokens 15T",
+            "streammega simulate cluster.toml --html cluster.html",
         ),
     ),
     "trace": Command(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from streammega.order.stream_order import StreamOrder
     from streammega.samples.source import SampleSource, SegmentSource
 
-WINDOW_STEPS = 32
-"""Global batches over which the drift of domain shares is measured."""
 DRIFT_POINTS = 200
 """Prefixes at which a blend is compared with its target, evenly spread."""
 FAR_MORE = 1.5
@@ -40,14 +38,6 @@ OF_A_BLEND = (
     "block_kib",
 )
 """Options of order-report that a run's file has settings for."""
-
-FIGURES = {
-    "distance_entropy": "entropy of distances between consecutive samples (bits)",
-    "places_per_256": "distinct places among 256 samples",
-    "adjacent_share": "share of samples adjacent to the one before",
-    "neighbour_distance": "median samples between neighbours of one document",
-    "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
-}
 
 
 def order_report(
@@ -209,26 +199,12 @@ def _measure(
     phase: int | None,
 ) -> MeasuredOrder:
     """Figures of samples of one phase."""
-    from streammega.order.quality import places_of, shuffle_quality
+    from streammega.samples.shuffling import shuffle_figures
 
     config = segment.config
     samples = len(ids)
     extents = segment.locate(ids)
-    starts, total = _file_starts(segment)
-    places = places_of(extents, starts, config.sequence_length)
-    # samples are drawn without repetition, so there must be as many places
-    population = max(total, samples)
-    window = WINDOW_STEPS * global_batch_size
-    quality = shuffle_quality(places, total, window)
-    full = shuffle_quality(_fully_shuffled(population, samples), population, window)
-    figures = [
-        {
-            "figure": title,
-            "this_order": _figure(getattr(quality, name)),
-            "full_shuffle": _figure(getattr(full, name)),
-        }
-        for name, title in FIGURES.items()
-    ]
+    figures = shuffle_figures(segment, ids, global_batch_size)
     order = segment.order
     plan = _plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0])
     report: Report = {
@@ -279,10 +255,6 @@ def _plan_of_a_rank(
         block_tokens = order.shuffle_block_bytes // itemsize
     extra_tokens = int(config.add_extra_token)
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
-
-
-def _figure(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan | None) -> list[str]:
@@ -340,25 +312,6 @@ def _draw_shuffling(axes: Any, figures: Sequence[Mapping[str, Any]]) -> None:
     axes.invert_yaxis()  # the first figure on top, as in the table
     axes.set_title("Shuffling")
     axes.set_xlabel("this order / full shuffle (1 is as good)")
-
-
-def _fully_shuffled(total: int, count: int) -> Any:
-    """The first `count` places of a full shuffle; memory grows with `count`, not with `total`."""
-    return np.random.default_rng(0).choice(total, count, replace=False)
-
-
-def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
-    """Samples before each file of each dataset, and the number of all samples."""
-    length = segment.config.sequence_length
-    starts: list[NDArray[np.int64]] = []
-    samples_before = 0
-    for files in segment.files:
-        starts_of_files: list[int] = []
-        for file in files:
-            starts_of_files.append(samples_before)
-            samples_before += file.num_tokens // length
-        starts.append(np.array(starts_of_files, np.int64))
-    return starts, samples_before
 
 
 def _blend_drift(dataset: NDArray[Any], order: StreamOrder | None) -> list[tuple[int, float]]:

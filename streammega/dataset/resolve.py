@@ -327,7 +327,11 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
     for root, prefixes in prefixes_of_root.items():
         if len(prefixes) <= MAX_LOOKED_UP:
             continue
-        store, _ = open_store(prefixes[0], storage)
+        store, key = open_store(prefixes[0], storage)
+        if prefixes[0].endswith(
+            key
+        ):  # a store of a registered scheme has no bucket before its keys
+            root = prefixes[0].removesuffix(key)
         # In the order of their objects, all of whose names go on with a dot.
         keys = sorted((prefix[len(root) :] for prefix in prefixes), key=lambda key: f"{key}.")
         groups = [

@@ -55,8 +55,13 @@ PUBLIC_FOR_APPS = (
     "streammega.train.config",
 )
 """Modules whose `__all__` `apps` may import."""
-COMMAND_LINE_KIT = ("streammega.cli.options", "streammega.cli.render", "streammega.cli.progress")
-"""What every command uses: its options, its report, its progress."""
+COMMAND_LINE_KIT = (
+    "streammega.config.validate",
+    "streammega.cli.options",
+    "streammega.cli.render",
+    "streammega.cli.progress",
+)
+"""What every command uses: the checks of its settings, its options, its report, its progress."""
 
 
 def unit_of(path: Path) -> str:

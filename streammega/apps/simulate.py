@@ -1,0 +1,556 @@
+"""The command `simulate`: what a run on a cluster will ask of its storage, before there is either.
+
+The library simulates some ranks by the code that reads. This module scales their figures to the
+cluster, and prices them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from streammega import DataConfig, StorageConfig
+from streammega.cli.options import (
+    AsJson,
+    Html,
+    StorageFile,
+    StorageOption,
+    settings_from,
+    storage_config,
+    with_flags,
+)
+from streammega.cli.render import Report, show_report
+from streammega.config.validate import (
+    Flag,
+    Ge,
+    Gt,
+    check_fields,
+    parse_json,
+    read_toml,
+    refuse_unknown,
+)
+from streammega.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streammega import SimulatedReads
+
+Floats = NDArray[np.float64]
+
+CLUSTER = "The cluster"
+RUN = "The run"
+STORAGE = "The storage"
+PRICES = "Prices"
+EXACT = "exact"
+SAMPLED = "sampled"
+MODEL = "model"
+BASIS = {
+    "exact": "counted by running the opening, the order and the planner; the same on every rank",
+    "model": "from the counts, the limits of the storage and the network, without jitter and errors",
+}
+GB = 10**9
+DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+MANIFEST = ".manifest.json"
+SIMULATED_RANKS = 4
+SIMULATED_SAMPLES = 65_536
+"""Samples of each simulated rank, from the first on."""
+START_SECONDS = 10.0
+"""Seconds after the opening whose requests are counted apart."""
+SHOWN_PREFIXES = 5
+BLEND_FILE = ".toml"
+MAX_DATASETS = 32_766
+_NUMBER = re.compile(r"\d+(\.\d*)?(e-?\d+)?|\.\d+")
+_SIZED = re.compile(r"(?P<name>[^=]+)=(?P<tokens>[^*=/]+)(?:\*(?P<count>\d+))?")
+
+
+@refuse_unknown
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A cluster, a run, and a storage with its prices."""
+
+    nodes: Annotated[int, Flag(CLUSTER), Ge(1)] = 1
+    """Nodes of the cluster."""
+    ranks_per_node: Annotated[int, Flag(CLUSTER), Ge(1)] = 8
+    """Data-parallel ranks of a node that read."""
+    gpus_per_rank: Annotated[int, Flag(CLUSTER), Ge(1)] = 1
+    """GPUs that share the batches of a data-parallel rank: tensor x context x pipeline parallelism."""
+    tokens_per_s: Annotated[float, Flag(CLUSTER), Gt(0)] = 10_000.0
+    """Tokens a second that each GPU trains."""
+    nic_gbit: Annotated[float, Flag(CLUSTER), Gt(0)] = 100.0
+    """Gigabits a second of a node's network interface."""
+    cache_bytes: Annotated[int, Flag(CLUSTER, metavar="SIZE"), Ge(0)] = 0
+    """Bytes of the page cache of a node; 0: none."""
+    memory_bytes: Annotated[int, Flag(CLUSTER, metavar="SIZE"), Ge(4096)] = 1 << 30
+    """Most bytes that the loader of a rank holds, as memory_bytes of StorageConfig."""
+    train_tokens: Annotated[str | None, Flag(RUN, metavar="TOKENS")] = None
+    """Tokens that the run trains, such as 15T. None: all datasets once."""
+    sequence_length: Annotated[int, Flag(RUN), Ge(1)] = 4096
+    """Tokens of a sample."""
+    micro_batch_size: Annotated[int, Flag(RUN), Ge(1)] = 1
+    """Samples of a micro-batch of a rank."""
+    global_batch_size: Annotated[int | None, Flag(RUN), Ge(1)] = None
+    """Samples of a step. None: one micro-batch of each rank."""
+    lanes: Annotated[int | None, Flag(RUN), Ge(1)] = None
+    """Lanes of the stream order; by default as in a run."""
+    block_bytes: Annotated[int | None, Flag(RUN, metavar="SIZE"), Ge(1)] = None
+    """Bytes of a block of the stream order; by default as in a run."""
+    seed: Annotated[int, Flag(RUN), Ge(0)] = 1234
+    """The seed of the shuffle."""
+    shard_tokens: Annotated[str, Flag(STORAGE, metavar="TOKENS")] = "1G"
+    """Tokens of a shard of datasets whose sizes are given."""
+    dtype: Annotated[str, Flag(STORAGE)] = "uint16"
+    """The dtype of tokens of datasets whose sizes are given: uint16 or int32."""
+    latency_ms: Annotated[float, Flag(STORAGE), Ge(0)] = 30.0
+    """Milliseconds to the first byte of an answer."""
+    connection_mb: Annotated[float, Flag(STORAGE), Gt(0)] = 90.0
+    """Megabytes a second of one connection."""
+    prefix_requests_per_s: Annotated[float, Flag(STORAGE), Gt(0)] = 5500.0
+    """Requests a second that the storage answers for each prefix."""
+    prefixes: Annotated[int | None, Flag(STORAGE), Ge(1)] = None
+    """Prefixes over which the datasets are spread in turn. None: each dataset has its own."""
+    price_per_1000_requests: Annotated[float, Flag(PRICES), Ge(0)] = 0.0004
+    """The price of 1,000 requests."""
+    price_per_gb: Annotated[float, Flag(PRICES), Ge(0)] = 0.0
+    """The price of a gigabyte of egress."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.dtype not in ("uint16", "int32"):
+            raise ConfigError(f"dtype (--dtype) is {self.dtype!r}; it must be uint16 or int32")
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+@with_flags(Simulation)
+def simulate(
+    context: typer.Context,
+    blend: Annotated[
+        list[str],
+        typer.Argument(
+            help="Datasets: NAME=TOKENS (web=10T), NAME=TOKENS*COUNT for several alike, or a prefix "
+            "whose manifest is read; weights before them in turn. Or a TOML file with `blend` and "
+            "any of the options by their names."
+        ),
+    ],
+    html: Html = None,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+    **settings: Any,
+) -> None:
+    """Forecast a run on a cluster: start, waits, requests, bytes, cost, memory, shuffling.
+
+    No data and no cluster are needed. Some ranks are simulated by the code that reads.
+    """
+    flags = {name: value for name, value in settings.items() if _is_given(context, name)}
+    values: dict[str, Any] = settings_from(Simulation, flags)
+    words: Any = blend
+    if len(blend) == 1 and blend[0].endswith(BLEND_FILE):
+        table = _read_file(blend[0])
+        words = table.pop("blend")
+        values = table | values
+    report = forecast(
+        _read_blend(words, storage_config(storage, storage_file, looks_only=True)),
+        Simulation(**values),
+    )
+    show_report(report, as_json=as_json, html=html, title="streammega simulate")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """A TOML file with settings of Simulation and the blend. Raises ConfigError."""
+    table = read_toml(path, "give a TOML file with `blend` and settings")
+    blend = table.get("blend")
+    if isinstance(blend, str):
+        table["blend"] = blend = blend.split()
+    if not isinstance(blend, list) or not all(isinstance(word, str) for word in blend):
+        raise ConfigError(f"{path}: needs blend, a list of words such as ['web=10T', 'code=2T']")
+    return table
+
+
+# --- the datasets
+
+
+class Dataset(NamedTuple):
+    """A dataset of the blend. manifest: what its bucket has; None: it is made of `tokens`."""
+
+    name: str
+    weight: float | None
+    tokens: int
+    manifest: bytes | None
+
+
+def _read_blend(words: Sequence[str], storage: StorageConfig) -> list[Dataset]:
+    """The datasets that words name, with their weights. Raises ConfigError, StorageError."""
+    datasets: list[Dataset] = []
+    weight: float | None = None
+    for word in words:
+        if _NUMBER.fullmatch(word):
+            weight = float(word)
+            continue
+        sized = _SIZED.fullmatch(word)
+        if sized is None:
+            datasets.append(_stored_dataset(word, weight, storage))
+        else:
+            datasets += _sized_datasets(sized, weight)
+        weight = None
+    if not datasets or weight is not None:
+        raise ConfigError(
+            "the blend ends with a weight; give datasets, such as 0.7 web=10T 0.3 code=2T"
+        )
+    if len({dataset.weight is None for dataset in datasets}) > 1:
+        raise ConfigError(
+            "some datasets have a weight and some have none; give it to all, or to none"
+        )
+    for name, count in Counter(dataset.name for dataset in datasets).items():
+        if count > 1:
+            raise ConfigError(f"{name} is in the blend twice; give each dataset a name of its own")
+    return datasets
+
+
+def _sized_datasets(sized: re.Match[str], weight: float | None) -> list[Dataset]:
+    """The datasets of NAME=TOKENS*COUNT, which share the weight."""
+    count = int(sized["count"] or 1)
+    if not 0 < count <= MAX_DATASETS:
+        raise ConfigError(
+            f"{sized[0]}: COUNT is {count}; a blend has at least 1 and at most {MAX_DATASETS:,} datasets"
+        )
+    tokens = _count(sized["tokens"], sized[0])
+    names = [sized["name"]]
+    if sized["count"]:
+        names = [f"{sized['name']}-{number:05d}" for number in range(count)]
+    share = None if weight is None else weight / count
+    return [Dataset(name, share, tokens, None) for name in names]
+
+
+def _stored_dataset(name: str, weight: float | None, storage: StorageConfig) -> Dataset:
+    from streammega.storage import open_store
+
+    name = name.removesuffix(MANIFEST)
+    store, key = open_store(name + MANIFEST, storage)
+    body = bytes(store.read(key, [(0, store.info(key).size)])[0])
+    try:
+        tokens = int(parse_json(body)["tokens"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{name}{MANIFEST}: is no manifest of a dataset; give the dataset's size: NAME=TOKENS"
+        ) from None
+    return Dataset(name, weight, tokens, body)
+
+
+def _count(text: str, where: str) -> int:
+    """A number of tokens: 15T, 2.5G, 1000000. Raises ConfigError."""
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgbt]?)", text.strip().lower())
+    count = int(float(parsed[1]) * DECIMAL[parsed[2]]) if parsed else 0
+    if not 0 < count < 2**60:
+        raise ConfigError(f"{where}: {text!r} is no number of tokens; write 15T, 2.5G or 1000000")
+    return count
+
+
+def _shards_of(tokens: int, shard_tokens: int) -> list[int]:
+    """The tokens of each shard of a dataset, all of about one size."""
+    count = -(-tokens // shard_tokens)
+    return [tokens * (number + 1) // count - tokens * number // count for number in range(count)]
+
+
+# --- the figures
+
+
+class Run(NamedTuple):
+    """What follows from the settings alone.
+
+    tokens, shares, prefix_of [datasets]: tokens of an epoch, the part of the blend, and the number of
+    the prefix. batches: micro-batches of each rank.
+    """
+
+    settings: Simulation
+    tokens: Floats
+    shares: Floats
+    prefix_of: NDArray[np.int64]
+    trained: float
+    batches: int
+    batch_seconds: float
+    nic: float
+
+
+def forecast(datasets: Sequence[Dataset], settings: Simulation) -> Report:
+    """The report of a run. Raises ConfigError."""
+    run = _plan_run(datasets, settings)
+    reads = _simulate(datasets, run)
+    start, notes = _start(run, reads)
+    return {
+        "notes": notes + _notes_on_memory(run, reads),
+        "run": _about(run, reads, len(datasets), start["opening"]["value"]),
+        "start": start,
+        "reading": _reading(run, reads),
+        "whole_run": _whole_run(run, reads),
+        "prefixes": _busiest_prefixes(run, reads),
+        "shuffling": list(reads.shuffling),
+        "basis": BASIS | {"sampled": _describe_sample(run, reads)},
+    }
+
+
+def _plan_run(datasets: Sequence[Dataset], settings: Simulation) -> Run:
+    tokens = np.array([dataset.tokens for dataset in datasets], np.float64)
+    weights = np.array([dataset.weight or 0.0 for dataset in datasets])
+    if datasets[0].weight is None:
+        weights = tokens
+    trained = float(tokens.sum())
+    if settings.train_tokens is not None:
+        trained = _count(settings.train_tokens, "train_tokens (--train-tokens)")
+    batch_tokens = settings.micro_batch_size * settings.sequence_length
+    return Run(
+        settings=settings,
+        tokens=tokens,
+        shares=weights / weights.sum(),
+        prefix_of=np.arange(len(datasets)) % (settings.prefixes or len(datasets)),
+        trained=trained,
+        batches=max(1, int(trained / (batch_tokens * settings.ranks))),
+        batch_seconds=batch_tokens / (settings.tokens_per_s * settings.gpus_per_rank),
+        nic=settings.nic_gbit * 1e9 / 8,
+    )
+
+
+def _simulate(datasets: Sequence[Dataset], run: Run) -> SimulatedReads:
+    from streammega import simulate_reads
+
+    settings = run.settings
+    shard_tokens = _count(settings.shard_tokens, "shard_tokens (--shard-tokens)")
+    step_samples = settings.micro_batch_size * settings.ranks
+    simulated = np.unique(np.linspace(0, settings.ranks - 1, SIMULATED_RANKS).astype(int)).tolist()
+    if settings.cache_bytes:  # those of one node, which share its cache
+        simulated = list(range(settings.ranks_per_node))
+    blend: Any = [(dataset.name, dataset.weight) for dataset in datasets]
+    if datasets[0].weight is None:
+        blend = [dataset.name for dataset in datasets]
+    return simulate_reads(
+        {
+            dataset.name: dataset.manifest or _shards_of(dataset.tokens, shard_tokens)
+            for dataset in datasets
+        },
+        DataConfig(
+            blend=blend,
+            order="stream",
+            sequence_length=settings.sequence_length,
+            seed=settings.seed,
+            shuffle_lanes=settings.lanes,
+            shuffle_block_bytes=settings.block_bytes,
+            storage=StorageConfig(memory_bytes=settings.memory_bytes),
+        ),
+        latency=settings.latency_ms / 1000,
+        connection_rate=settings.connection_mb * 1e6,
+        rank_rate=run.nic / settings.ranks_per_node,
+        request_rate=settings.prefix_requests_per_s
+        / (settings.ranks * np.bincount(run.prefix_of, run.shares).max()),
+        dtype=settings.dtype,
+        micro_batch_size=settings.micro_batch_size,
+        global_batch_size=settings.global_batch_size or step_samples,
+        dp_size=settings.ranks,
+        dp_ranks=simulated,
+        num_batches=min(run.batches, max(2, SIMULATED_SAMPLES // settings.micro_batch_size)),
+        batch_seconds=run.batch_seconds,
+        share_pages=settings.cache_bytes > 0,
+    )
+
+
+def _row(value: float, unit: str, basis: str) -> dict[str, Any]:
+    """A figure. Whole numbers stay whole; others keep what they are good for."""
+    return {"value": value, "unit": unit, "basis": basis}
+
+
+def _about(run: Run, reads: SimulatedReads, datasets: int, opening: float) -> Report:
+    settings = run.settings
+    step_samples = settings.global_batch_size or settings.micro_batch_size * settings.ranks
+    samples = run.batches * settings.micro_batch_size * settings.ranks
+    return {
+        "nodes": _row(settings.nodes, "", EXACT),
+        "ranks": _row(settings.ranks, "", EXACT),
+        "datasets": _row(datasets, "", EXACT),
+        "shards": _row(reads.shards, "", EXACT),
+        "tokens": _row(run.trained / 1e9, "G", EXACT),
+        "epochs_of_all_data": _row(run.trained / float(run.tokens.sum()), "", EXACT),
+        "steps": _row(samples // step_samples, "", EXACT),
+        "lanes": _row(reads.lanes, "", EXACT),
+        "block": _row(reads.block_bytes / 1024, "KiB", EXACT),
+        "time": _row((opening + run.batches * run.batch_seconds) / 86_400, "days", MODEL),
+    }
+
+
+def _start(run: Run, reads: SimulatedReads) -> tuple[Report, list[str]]:
+    """The figures of the start, and what limits it."""
+    settings = run.settings
+    opened = _by_prefix(run, reads.opening.requests) * settings.ranks
+    node_bytes = int(reads.opening.nbytes.sum()) * settings.ranks_per_node
+    seconds = {
+        "the round trips of a rank": reads.opening.seconds,
+        "the requests a second of a prefix": opened.max() / settings.prefix_requests_per_s,
+        "the network interface of a node": node_bytes / run.nic,
+    }
+    bound = max(seconds, key=lambda name: seconds[name])
+    first = max(rank.first_batch for rank in reads.ranks)
+    rates = _rates(run, reads, 0.0, START_SECONDS)
+    requests = int(reads.opening.requests.sum())
+    price = settings.price_per_1000_requests / 1000
+    rows = {
+        "requests_of_a_rank": _row(requests, "", EXACT),
+        "requests_of_all": _row(requests * settings.ranks, "", EXACT),
+        "requests_to_busiest_prefix": _row(int(opened.max()), "", EXACT),
+        "bytes_of_a_rank": _row(float(reads.opening.nbytes.sum()) / 1e6, "MB", EXACT),
+        "cost_of_requests": _row(requests * settings.ranks * price, "", EXACT),
+        "opening": _row(seconds[bound], "s", MODEL),
+        "first_batch": _row(seconds[bound] + first, "s", MODEL),
+        "requests_after_opening": _row(rates.sum(), "1/s", SAMPLED),
+    }
+    words = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+    return rows, [f"the opening is bound by {bound}: {words}"]
+
+
+def _reading(run: Run, reads: SimulatedReads) -> Report:
+    settings = run.settings
+    waits = np.max([rank.waited for rank in reads.ranks], axis=0)  # steps wait for the slowest rank
+    waits[0] = 0.0  # the first batch has a figure of its own
+    early, late = np.array_split(waits, 2)
+    node_rate = _mean_bytes_later(reads, run) / run.batch_seconds * settings.ranks_per_node
+    memory = max(rank.memory_bytes for rank in reads.ranks)
+    return {
+        "wait_share_at_first": _row(_wait_share(early, run), "", SAMPLED),
+        "wait_share_later": _row(_wait_share(late, run), "", SAMPLED),
+        "answers_may_be_late_by": _row(min(rank.margin for rank in reads.ranks), "s", SAMPLED),
+        "requests": _row(_steady_rates(run, reads).sum(), "1/s", SAMPLED),
+        "bytes_of_a_node": _row(node_rate / 1e6, "MB/s", SAMPLED),
+        "share_of_network_interface": _row(node_rate / run.nic, "", SAMPLED),
+        "memory_of_a_rank": _row(memory / 1e6, "MB", SAMPLED),
+        "memory_of_a_node": _row(memory * settings.ranks_per_node / 1e6, "MB", SAMPLED),
+    }
+
+
+def _whole_run(run: Run, reads: SimulatedReads) -> Report:
+    """What was simulated, and for the rest of the run as much a micro-batch as in its second half."""
+    settings = run.settings
+    ranks = settings.ranks
+    opening = reads.opening
+    fetched = np.mean([rank.nbytes.sum() for rank in reads.ranks])
+    requests = np.mean([len(rank.nbytes) for rank in reads.ranks])
+    more_batches = run.batches - len(reads.ranks[0].waited)
+    fetched += more_batches * _mean_bytes_later(reads, run)
+    requests += more_batches * run.batch_seconds * _steady_rates(run, reads).sum() / ranks
+    missing = 1 - _cached_share(run, reads)
+    all_bytes = ranks * (fetched * missing + float(opening.nbytes.sum()))
+    all_requests = round(ranks * (requests * missing + int(opening.requests.sum())))
+    trained_bytes = run.trained * float(run.shares @ reads.token_bytes)
+    return {
+        "requests": _row(all_requests, "", SAMPLED),
+        "egress": _row(all_bytes / GB, "GB", SAMPLED),
+        "egress_for_each_byte_trained": _row(all_bytes / trained_bytes, "", SAMPLED),
+        "bytes_of_a_node": _row(all_bytes / settings.nodes / GB, "GB", SAMPLED),
+        "cost_of_requests": _row(
+            all_requests / 1000 * settings.price_per_1000_requests, "", SAMPLED
+        ),
+        "cost_of_egress": _row(all_bytes / GB * settings.price_per_gb, "", SAMPLED),
+    }
+
+
+def _by_prefix(run: Run, values: NDArray[Any]) -> Floats:
+    return np.bincount(run.prefix_of, values).astype(np.float64)
+
+
+def _rates(run: Run, reads: SimulatedReads, begin: float, end: float) -> Floats:
+    """Requests a second of all ranks in a stretch of time, for each prefix."""
+    counts = np.zeros(int(run.prefix_of.max()) + 1)
+    for rank in reads.ranks:
+        is_within = (rank.sent >= begin) & (rank.sent < end)
+        counts += np.bincount(run.prefix_of[rank.dataset[is_within]], minlength=len(counts))
+    rates: Floats = counts * run.settings.ranks / len(reads.ranks) / max(end - begin, 1e-9)
+    return rates
+
+
+def _half(reads: SimulatedReads) -> tuple[float, float]:
+    """When the second half of the simulated micro-batches begins and ends."""
+    ends = reads.ranks[0].step_end
+    return float(ends[(len(ends) - 1) // 2]), float(ends[-1])
+
+
+def _steady_rates(run: Run, reads: SimulatedReads) -> Floats:
+    return _rates(run, reads, *_half(reads))
+
+
+def _mean_bytes_later(reads: SimulatedReads, run: Run) -> float:
+    """Bytes of a micro-batch in the second half."""
+    begin, end = _half(reads)
+    fetched = [rank.nbytes[rank.sent >= begin].sum() for rank in reads.ranks]
+    return float(np.mean(fetched)) * run.batch_seconds / max(end - begin, 1e-9)
+
+
+def _wait_share(waits: Floats, run: Run) -> float:
+    waited = float(waits.sum())
+    return waited / (waited + len(waits) * run.batch_seconds)
+
+
+def _cached_share(run: Run, reads: SimulatedReads) -> float:
+    """The part of what is read that the node's cache has from earlier epochs, on average.
+
+    Each epoch gives a node another part of the data. So after k epochs of a dataset it has 1 - (1 -
+    1/nodes)^k of it, and at most what fits.
+    """
+    settings = run.settings
+    room = settings.cache_bytes / float(run.tokens @ reads.token_bytes)
+    epochs = run.trained * run.shares / run.tokens
+    hits = 0.0
+    for share, count in zip(run.shares.tolist(), epochs.tolist(), strict=True):
+        earlier = np.arange(int(np.ceil(count)))
+        has = np.minimum(1 - (1 - 1 / settings.nodes) ** earlier, room)
+        in_epoch = np.minimum(count - earlier, 1.0)
+        hits += share * float(has @ in_epoch) / count
+    return hits
+
+
+def _busiest_prefixes(run: Run, reads: SimulatedReads) -> list[Report]:
+    """The prefixes with the most requests at the start, and their part of the limit."""
+    settings = run.settings
+    opened = _by_prefix(run, reads.opening.requests) * settings.ranks
+    at_start = _rates(run, reads, 0.0, START_SECONDS)
+    later = _steady_rates(run, reads)
+    busiest = np.argsort(-(opened + at_start), kind="stable")[:SHOWN_PREFIXES].tolist()
+    return [
+        {
+            "prefix": number,
+            "datasets": int((run.prefix_of == number).sum()),
+            "requests_to_open": int(opened[number]),
+            "seconds_at_its_limit": opened[number] / settings.prefix_requests_per_s,
+            "requests_a_second_at_first": at_start[number],
+            "requests_a_second_later": later[number],
+        }
+        for number in busiest
+    ]
+
+
+def _notes_on_memory(run: Run, reads: SimulatedReads) -> list[str]:
+    enough = max(rank.enough_bytes for rank in reads.ranks)
+    if not enough:
+        return []
+    return [
+        f"memory_bytes {run.settings.memory_bytes:,} does not hold the open blocks of all datasets, so "
+        f"samples are read one by one; {enough:,} would do (--memory-bytes)"
+    ]
+
+
+def _describe_sample(run: Run, reads: SimulatedReads) -> str:
+    batches = len(reads.ranks[0].waited)
+    return (
+        f"{len(reads.ranks)} of {run.settings.ranks:,} ranks, their first {batches:,} of {run.batches:,} "
+        f"micro-batches; 'later' is the second half of them; shuffling is of the first "
+        f"{reads.shuffled_samples:,} samples"
+    )

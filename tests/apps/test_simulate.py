@@ -1,0 +1,149 @@
+"""`streammega simulate`: forecasts of whole clusters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega.cli.main import main
+from tests.support.builders import write_dataset, write_manifest
+
+SMALL = ["--sequence-length", "64", "--lanes", "64", "--block-bytes", "4K", "--shard-tokens", "50k"]
+
+
+def forecast(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["simulate", *words, "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def value(report: dict[str, Any], section: str, name: str) -> float:
+    return float(report[section][name]["value"])
+
+
+@pytest.mark.guarantee("simulate-forecast")
+def test_a_run_that_is_simulated_whole_reads_every_byte_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = forecast(capsys, "web=2m", "code=1m", "--nodes", "4", "--ranks-per-node", "2", *SMALL)
+    assert report["run"]["ranks"] == {"value": 8, "unit": "", "basis": "exact"}
+    assert value(report, "run", "shards") == 60
+    assert value(report, "run", "steps") == 3_000_000 // (64 * 8)
+    opened = value(report, "start", "requests_of_a_rank")
+    assert value(report, "start", "requests_of_all") == 8 * opened
+    assert value(report, "whole_run", "egress_for_each_byte_trained") == pytest.approx(1, rel=0.12)
+    assert value(report, "whole_run", "bytes_of_a_node") == pytest.approx(
+        value(report, "whole_run", "egress") / 4
+    )
+    assert value(report, "start", "first_batch") > value(report, "start", "opening") > 0
+    assert "4 of 8 ranks" in report["basis"]["sampled"]
+    assert len(report["shuffling"]) == 5
+
+
+@pytest.mark.guarantee("simulate-limits")
+def test_few_prefixes_limit_the_start_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["set=200k*12", "--nodes", "64", *SMALL, "--lanes", "512"]
+    many = forecast(capsys, *words)
+    one = forecast(capsys, *words, "--prefixes", "1", "--prefix-requests-per-s", "500")
+    assert "bound by the requests a second of a prefix" in one["notes"][0]
+    requests = value(one, "start", "requests_of_all")
+    assert value(one, "start", "requests_to_busiest_prefix") == requests
+    assert value(one, "start", "opening") == pytest.approx(requests / 500)
+    assert value(one, "start", "opening") > value(many, "start", "opening")
+    assert [prefix["datasets"] for prefix in one["prefixes"]] == [12]
+    assert value(one, "reading", "wait_share_at_first") > value(
+        many, "reading", "wait_share_at_first"
+    )
+
+
+def test_prices_and_tokens_scale_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["web=2m", *SMALL, "--price-per-1000-requests", "5", "--price-per-gb", "0.09"]
+    report = forecast(capsys, *words)
+    requests = value(report, "whole_run", "requests")
+    assert value(report, "whole_run", "cost_of_requests") == pytest.approx(requests * 5 / 1000)
+    egress = value(report, "whole_run", "egress")
+    assert value(report, "whole_run", "cost_of_egress") == pytest.approx(egress * 0.09)
+    longer = forecast(capsys, *words, "--train-tokens", "200m")
+    assert value(longer, "run", "epochs_of_all_data") == 100
+    assert value(longer, "whole_run", "egress") == pytest.approx(100 * egress, rel=0.15)
+
+
+def test_a_cache_of_a_single_node_keeps_later_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["web=40m", "--train-tokens", "160m", "--sequence-length", "1024"]
+    words += ["--ranks-per-node", "2", "--lanes", "64", "--block-bytes", "128K"]
+    without = forecast(capsys, *words)
+    cached = forecast(capsys, *words, "--cache-bytes", "1G")
+    epochs = value(without, "whole_run", "egress_for_each_byte_trained")
+    assert value(cached, "whole_run", "egress_for_each_byte_trained") < 0.5 * epochs
+
+
+@pytest.mark.guarantee("simulate-forecast")
+def test_a_manifest_and_a_file_of_settings_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "web", [np.zeros(90_000, np.uint16)])
+    write_manifest(tmp_path / "web", ["web"])
+    settings = tmp_path / "cluster.toml"
+    settings.write_text(
+        f'blend = ["3", "{tmp_path}/web", "1", "code=50k"]\nnodes = 2\nsequence_length = 64\n'
+        'lanes = 64\nblock_bytes = 4096\ntrain_tokens = "300k"\n'
+    )
+    page = tmp_path / "page.html"
+    report = forecast(capsys, str(settings), "--ranks-per-node", "4", "--html", str(page))
+    assert value(report, "run", "ranks") == 8
+    assert value(report, "run", "tokens") == pytest.approx(3e-4)
+    text = page.read_text()
+    assert "requests_of_a_rank" in text
+    assert not any(word in text for word in ("<script", "http://", "https://", "<link"))
+
+
+WRONG = [
+    (["web"], "web.manifest.json"),
+    (["web=many"], "write 15T"),
+    (["web=0"], "write 15T"),
+    (["0.7"], "ends with a weight"),
+    (["0.7", "web=1G", "code=1G"], "give it to all"),
+    (["web=1G", "web=2G"], "twice"),
+    (["web=1G*0"], "COUNT"),
+    (["0", "web=1G", "1", "code=1G"], "weight"),
+    (["web=1G", "--nodes", "0"], "nodes (--nodes) is 0"),
+    (["web=1G", "--dtype", "float32"], "uint16 or int32"),
+    (["web=1G", "--train-tokens", "all"], "train_tokens (--train-tokens)"),
+    (["web=1G", "--cache-bytes", "much"], "512M"),
+    (["web=1G", "--global-batch-size", "12"], "global_batch_size"),
+    (["web=1G", "--lanes", "12"], "shuffle_lanes"),
+    (["no.toml"], "no.toml"),
+    (["web=100"], "holds no sample"),
+    (["web=1T", "--memory-bytes", "16K"], "memory_bytes"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_wrong_input_is_refused_with_what_to_do(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert "defect" not in error
+
+
+def test_a_file_with_unknown_or_wrong_settings_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.toml"
+    for text, message in (
+        ("nodes = 2", "needs blend"),
+        ('blend = "web=1G"\nnode = 2', "did you mean nodes?"),
+        ('blend = "web=1G"\nnodes = "two"', "nodes (--nodes) is 'two'"),
+        ("blend = [1, 2]", "needs blend"),
+        ("blend = ", "no valid TOML"),
+    ):
+        path.write_text(text)
+        assert main(["simulate", str(path)]) == 1
+        assert message in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""Simulated reads against those of a loader on a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import (
+    DataConfig,
+    SimulatedReads,
+    StorageConfig,
+    StreamLoader,
+    StreammegaError,
+    simulate_reads,
+)
+from tests.support.builders import write_dataset, write_manifest
+from tools.bench.object_server import Running, running
+
+LENGTH = 64
+SHARDS = 10
+"""More than are looked up one by one, so that they are listed."""
+RANKS = 2
+BATCHES = 60
+
+
+def write_sharded(root: Path, name: str, documents: int) -> None:
+    rng = np.random.default_rng(len(name))
+    names = [f"{name}-{number}" for number in range(SHARDS)]
+    for shard in names:
+        lengths = rng.integers(1, 400, documents)
+        write_dataset(
+            root / shard, [rng.integers(0, 60_000, size).astype(np.uint16) for size in lengths]
+        )
+    write_manifest(root / name, names)
+
+
+def config_of(storage: StorageConfig, folder: str, **settings: Any) -> DataConfig:
+    return DataConfig(
+        blend=[(f"{folder}/web", 0.7), (f"{folder}/code", 0.3)],
+        sequence_length=LENGTH,
+        order="stream",
+        shuffle_lanes=16,
+        shuffle_block_bytes=2048,
+        storage=storage,
+        **settings,
+    )
+
+
+def simulate(config: DataConfig, datasets: Any, **changes: Any) -> SimulatedReads:
+    settings: dict[str, Any] = {
+        "latency": 0.002,
+        "connection_rate": 90e6,
+        "rank_rate": 1e9,
+        "request_rate": 1e6,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "dp_size": RANKS,
+        "dp_ranks": range(RANKS),
+        "num_batches": BATCHES,
+        "batch_seconds": 0.01,
+    }
+    return simulate_reads(datasets, config, **settings | changes)
+
+
+def sizes(config: DataConfig, tokens: int) -> dict[str, list[int]]:
+    assert not isinstance(config.blend, str)
+    return {entry[0]: [tokens] * SHARDS for entry in config.blend or ()}
+
+
+@pytest.mark.guarantee("simulate-same-requests")
+def test_ranks_send_the_requests_that_were_simulated(tmp_path: Path) -> None:
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    write_sharded(folder, "web", 60)
+    write_sharded(folder, "code", 30)
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+        config = config_of(storage, "s3://bucket", num_samples=(BATCHES * 2 * RANKS, 0, 0))
+        read_rank(config, 0, server, tmp_path / "first")  # a process asks an endpoint once more
+        counted = [read_rank(config, rank, server, tmp_path) for rank in range(RANKS)]
+    datasets = {
+        f"s3://bucket/{name}": (folder / f"{name}.manifest.json").read_bytes()
+        for name in ("web", "code")
+    }
+    simulated = simulate(config, datasets)
+    for (opening, requests, nbytes, useful), rank in zip(counted, simulated.ranks, strict=True):
+        assert opening == simulated.opening.requests.sum()
+        assert requests == len(rank.nbytes)
+        assert nbytes == rank.nbytes.sum()
+        assert useful == rank.useful_bytes
+
+
+def read_rank(
+    config: DataConfig, rank: int, server: Running, tmp_path: Path
+) -> tuple[int, int, int, int]:
+    """Requests to open, and requests and bytes of all batches of a rank."""
+    config = replace(config, index_cache_dir=tmp_path / f"cache-{rank}")
+    before = server.counts()
+    with StreamLoader(
+        config, micro_batch_size=2, global_batch_size=8, dp_rank=rank, dp_size=RANKS
+    ) as loader:
+        opened = server.counts()
+        assert sum(1 for _ in loader) == BATCHES
+        stats = loader.stats()
+    opening = sum(opened[name] - before[name] for name in ("requests", "lists"))
+    return opening, stats["requests"], stats["fetched_bytes"], stats["useful_bytes"]
+
+
+@pytest.mark.guarantee("simulate-limits")
+def test_slow_storage_makes_the_first_batch_late_and_steps_wait() -> None:
+    config = config_of(StorageConfig(), "s3://bucket")
+    quick = simulate(config, sizes(config, 20_000))
+    for change in ({"request_rate": 20.0}, {"rank_rate": 1e4}, {"latency": 0.05}):
+        slow = simulate(config, sizes(config, 20_000), num_batches=900, **change)
+        assert slow.ranks[0].first_batch > 5 * quick.ranks[0].first_batch
+        is_bound = "latency" not in change  # which reading ahead hides
+        assert (slow.ranks[0].waited[1:].sum() > 0) == is_bound
+    assert quick.ranks[0].waited[1:].sum() == 0
+
+
+def test_memory_that_is_too_small_is_named_with_what_is_enough() -> None:
+    config = config_of(StorageConfig(memory_bytes=100_000), "s3://bucket")
+    (rank,) = simulate(config, sizes(config, 20_000), dp_ranks=[0]).ranks
+    assert rank.enough_bytes > 100_000
+    assert rank.memory_bytes <= 100_000
+    more = replace(config, storage=StorageConfig(memory_bytes=rank.enough_bytes))
+    assert simulate(more, sizes(config, 20_000), dp_ranks=[0]).ranks[0].enough_bytes == 0
+
+
+def test_ranks_of_a_node_share_pages() -> None:
+    blocks: dict[str, Any] = {"shuffle_block_bytes": 64 << 10, "blend": ["s3://bucket/web"]}
+    config = replace(config_of(StorageConfig(), "s3://bucket"), **blocks)
+    datasets = {"s3://bucket/web": [4 << 20]}
+    epoch: dict[str, Any] = {"num_batches": 16_384, "share_pages": True}
+    shared = simulate(config, datasets, **epoch)
+    data_bytes = 8 << 20
+    assert data_bytes <= sum(rank.nbytes.sum() for rank in shared.ranks) < 1.05 * data_bytes
+    alone = [simulate(config, datasets, dp_ranks=[rank], **epoch).ranks[0] for rank in range(RANKS)]
+    assert sum(rank.nbytes.sum() for rank in alone) > 1.3 * data_bytes
+
+
+def test_a_simulation_is_the_same_again() -> None:
+    config = config_of(StorageConfig(), "s3://bucket")
+    first, second = [simulate(config, sizes(config, 20_000)) for _ in range(2)]
+    for one, other in zip(first.ranks, second.ranks, strict=True):
+        np.testing.assert_array_equal(one.sent, other.sent)
+        np.testing.assert_array_equal(one.step_end, other.step_end)
+        assert one.memory_bytes == other.memory_bytes
+
+
+WRONG: list[tuple[dict[str, Any], Any, str]] = [
+    ({"order": "megatron"}, None, "stream order"),
+    ({}, {"s3://bucket/web": [10_000]}, "code of the blend has no size"),
+    ({}, {"s3://bucket/web": b"{}", "s3://bucket/code": [10_000]}, "not a manifest"),
+    ({}, {"s3://bucket/web": [10], "s3://bucket/code": [10_000]}, "holds no sample"),
+]
+
+
+@pytest.mark.parametrize(("settings", "datasets", "message"), WRONG)
+def test_what_cannot_be_simulated_is_refused(
+    settings: dict[str, Any], datasets: Any, message: str
+) -> None:
+    config = replace(config_of(StorageConfig(), "s3://bucket"), **settings)
+    if settings:
+        config = replace(config, shuffle_lanes=None, shuffle_block_bytes=None)
+    with pytest.raises(StreammegaError, match=message):
+        simulate(config, datasets or sizes(config, 20_000))
+
+
+def test_compressed_shards_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "web", [np.arange(100, dtype=np.uint16)])
+    write_manifest(tmp_path / "web", ["web"])
+    stored = (tmp_path / "web.manifest.json").read_bytes()
+    body = stored.replace(b'"kind": "bin"', b'"kind": "zst"')
+    config = replace(config_of(StorageConfig(), "s3://bucket"), blend=["s3://bucket/web"])
+    with pytest.raises(StreammegaError, match="give its size in tokens"):
+        simulate(config, {"s3://bucket/web": body})
