@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 import streammega
+from streammega.apps.bench import bench
 from streammega.apps.doctor import doctor
 from streammega.apps.simulate import simulate
 from streammega.cli.convert import convert, list_inputs
@@ -118,6 +119,14 @@ COMMANDS = {
         doctor,
         RUN,
         ("streammega doctor s3://bucket/web", "streammega doctor s3://bucket --write --json"),
+    ),
+    "bench": Command(
+        bench,
+        RUN,
+        (
+            "streammega bench s3://bucket/web",
+            "streammega bench run.toml --tokens-per-second-per-gpu 12000 --gpus 8",
+        ),
     ),
     "prepare": Command(prepare, RUN, ("streammega prepare run.toml",)),
     "warmup": Command(warmup, RUN, ("streammega warmup",)),

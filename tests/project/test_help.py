@@ -106,6 +106,7 @@ def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cache verify cache", "damaged"),
         ("cache clear cache", "removed"),
         ("doctor one --seconds 4", "checks"),
+        ("bench long --seconds 1 --sequence-length 8", "full_speed"),
         ("prepare run.toml", "datasets"),
         ("trace run.toml --step 1", "samples"),
         ("diff-orders run.toml run.toml", "first_sample"),

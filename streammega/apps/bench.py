@@ -1,0 +1,343 @@
+"""The command `bench`: how fast the loader reads data here, and how fast a run needs it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.render import Report, show_report
+from streammega.errors import ConfigError, StreammegaError
+
+if TYPE_CHECKING:
+    from streammega import DataConfig, StreamLoader
+    from streammega.cli.progress import ProgressDisplay
+
+RUN = ".toml"
+ACCEPTED_SHARE = 0.001
+"""The share of the time that a run may wait for data."""
+FULL_SPEED_WAITS = 0.2
+"""The share of the time below which storage is no limit at full speed."""
+HIGH_AMPLIFICATION = 1.3
+SMALL_REQUEST_BYTES = 64 << 10
+SLOW_START_SECONDS = 10.0
+INTERRUPTED = 130
+
+
+class Setup(NamedTuple):
+    """What is read: rank 0 of `dp_size`. need: tokens per second of this loader; 0: not known."""
+
+    name: str
+    data: DataConfig
+    micro_batch_size: int
+    global_batch_size: int
+    dp_size: int
+    need: float
+
+
+def bench(
+    blend: Annotated[
+        list[str],
+        typer.Argument(
+            help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b. Or a run's TOML file, and "
+            "settings over it: section.name=value."
+        ),
+    ],
+    tokens_per_second_per_gpu: Annotated[
+        float | None, typer.Option(min=1, help="The tokens that one GPU trains in a second.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to read.")] = 20.0,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample.", show_default="4096")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a micro-batch.", show_default="4")
+    ] = None,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Measure the loader on your own data and machine, against what a run needs.
+
+    Reads as rank 0 of a run: at full speed, then at the rate that the run needs. Exit status 1 if
+    the loader does not reach that rate. Ctrl-C prints what was measured so far.
+    """
+    from streammega.cli.progress import ProgressDisplay
+
+    options = {
+        "--sequence-length": sequence_length,
+        "--micro-batch-size": micro_batch_size,
+        "--storage": storage,
+        "--storage-file": storage_file,
+    }
+    per_gpu = tokens_per_second_per_gpu or 0.0
+    if blend[0].endswith(RUN):
+        for name, value in options.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}: {blend[0]} has this setting; to change it, write section.name=value "
+                    f"after the file"
+                )
+        setup = _setup_of_run(blend[0], blend[1:], per_gpu, gpus)
+    else:
+        from streammega import DataConfig
+
+        size = micro_batch_size or 4
+        data = DataConfig(
+            blend=blend if len(blend) > 1 else [blend[0]],
+            sequence_length=sequence_length or 4096,
+            order="stream",
+            split="1,0,0",
+            storage=storage_config(storage, storage_file),
+        )
+        setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu)
+    report: Report = {}
+    code = 0
+    with ProgressDisplay("starting", line_every=5.0) as progress:
+        try:
+            for figures in measure(setup, seconds, progress):
+                report |= figures
+            code = int(bool(report["need"]) and not report["need"]["is_met"])
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except StreammegaError as error:
+            if "full_speed" not in report:
+                raise
+            report["error"] = str(error)
+            code = 1
+    report["advice"] = advice(report, setup)
+    show_report(report if as_json else {}, summary=bench_text(report), as_json=as_json)
+    raise typer.Exit(code)
+
+
+def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) -> Setup:
+    from streammega.train.config import load_run
+
+    run = load_run(path, overrides)
+    ranks_of_a_loader = run.parallel.tp * run.parallel.cp * run.parallel.pp
+    dp_size = max(1, gpus // ranks_of_a_loader)
+    data = run.data
+    if not data.num_samples:
+        data = replace(data, num_samples=run.num_samples())
+    return Setup(
+        path,
+        data,
+        run.train.micro_batch_size,
+        run.train.global_batch_size,
+        dp_size,
+        per_gpu * gpus / dp_size,
+    )
+
+
+def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator[Report]:
+    """Figures of the start, of full speed, and of the rate that is needed, as each is measured."""
+    from streammega import StreamLoader
+
+    storage = setup.data.storage
+    yield {"data": setup.name, "order": setup.data.order, "dp_size": setup.dp_size, "need": None}
+    # a server that is gone ends the command in time
+    storage = storage.changed(retry_timeout=min(storage.retry_timeout, max(5.0, seconds)))
+    before = resident_bytes()
+    began = time.monotonic()
+    with StreamLoader(
+        replace(setup.data, storage=storage),
+        micro_batch_size=setup.micro_batch_size,
+        global_batch_size=setup.global_batch_size,
+        dp_rank=0,
+        dp_size=setup.dp_size,
+        pin_memory=False,
+    ) as loader:
+        opened = time.monotonic() - began
+        tokens = next(loader)["tokens"].numel()
+        first = time.monotonic() - began
+        yield {"tokens_of_a_batch": tokens, "open_seconds": opened, "first_batch_seconds": first}
+        # without a need all of the time is for full speed
+        share = 0.5 if setup.need else 1.0
+        progress.begin("reading at full speed")
+        for figures in _read(loader, tokens, 0.0, share * seconds, progress):
+            memory = {"peak_memory_bytes": max(0, peak_bytes() - before)}
+            yield {**memory, "full_speed": figures}
+        if not setup.need:
+            return
+        rate = figures["tokens_per_second"]
+        need = {"tokens_per_second": setup.need, "times_met": rate / setup.need}
+        yield {"need": {**need, "is_met": False}}
+        if rate < setup.need:
+            return
+        progress.begin("reading as fast as the run needs")
+        for figures in _read(loader, tokens, setup.need, share * seconds, progress):
+            is_met = figures["waited_share"] <= ACCEPTED_SHARE
+            yield {"need": {**need, "is_met": is_met}, "at_need": figures}
+
+
+def _read(
+    loader: StreamLoader, tokens: int, rate: float, seconds: float, progress: ProgressDisplay
+) -> Iterator[Report]:
+    """Take batches, at a rate if it is not 0. Yields figures each half of a second, and at the end."""
+    began = time.monotonic()
+    cpu = time.process_time()
+    before = loader.stats()
+    batches = 0
+    longest = 0.0
+    reported = began
+    now = began
+    while now < began + seconds:
+        if rate:
+            due = began + min(seconds, batches * tokens / rate)
+            time.sleep(max(0.0, due - time.monotonic()))
+        taken = time.monotonic()
+        batch = next(loader, None)
+        now = time.monotonic()
+        if batch is None:  # the data is short: the next pass begins
+            iter(loader)
+            continue
+        longest = max(longest, now - taken)
+        batches += 1
+        progress.advance(0, tokens)
+        is_last = now >= began + seconds
+        if is_last or now > reported + 0.5:
+            reported = now
+            yield _figures(loader.stats(), before, batches * tokens, now - began, cpu, longest)
+    if reported < now:
+        yield _figures(loader.stats(), before, batches * tokens, now - began, cpu, longest)
+
+
+def _figures(
+    stats: dict[str, Any],
+    before: dict[str, Any],
+    tokens: int,
+    seconds: float,
+    cpu: float,
+    longest: float,
+) -> Report:
+    """What the loader did since `before`. cpu: the processor time of this process at that time."""
+    names = ("requests", "retries", "errors", "throttled", "fetched_bytes", "cache_hit_bytes")
+    seconds = max(seconds, 1e-9)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "waited_share": (stats["wait_total"] - before["wait_total"]) / seconds,
+        "longest_seconds": longest,
+        "cpu_seconds_per_billion_tokens": 1e9 * (time.process_time() - cpu) / max(tokens, 1),
+        "amplification": stats["amplification"],
+        "request_median_seconds": stats["request_p50"],
+        "request_p99_seconds": stats["request_p99"],
+        "held_bytes": stats["most_held_bytes"],
+        **{name: stats[name] - before[name] for name in names},
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """The most memory of this process that was in RAM."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def advice(report: Report, setup: Setup) -> list[str]:
+    """What would help, the largest help first; that nothing would where the need is met."""
+    from streammega.apps.machine import check_cache
+
+    figures = report.get("full_speed")
+    if not figures:
+        return ["no batch came: `streammega doctor` looks at storage and machine"]
+    storage = setup.data.storage
+    lines = []
+    need = report["need"]
+    is_met = bool(need and need["is_met"])
+    if is_met:
+        lines.append(f"nothing is needed: the loader gives {need['times_met']:,.1f} times the need")
+    if storage.cache_dir:
+        for finding in check_cache(Path(storage.cache_dir)):
+            if finding.status != "ok":
+                lines.append(f"cache_dir: {finding.result}: {finding.remedy}")
+    if figures["throttled"]:
+        lines.append(
+            f"the store refused {figures['throttled']:,} requests (429, 503): set cache_dir, run "
+            f"fewer jobs on the bucket, or take larger shuffle_block_bytes before the run"
+        )
+    elif not is_met and figures["waited_share"] < FULL_SPEED_WAITS:
+        lines.append(
+            "the processor is the limit: name only the `fields` that you use, or give the machine "
+            "more processors"
+        )
+    elif not is_met:
+        latency = figures["request_median_seconds"]
+        bytes_per_second = figures["fetched_bytes"] / figures["seconds"]
+        if bytes_per_second * latency > storage.max_in_flight_bytes / 4:
+            lines.append(
+                f"storage is far ({1e3 * latency:,.0f} ms): raise max_in_flight_bytes from "
+                f"{storage.max_in_flight_bytes:,}, set cache_dir, or use a bucket nearby"
+            )
+        mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
+        if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
+            lines.append(
+                f"requests are small ({mean_bytes / 1024:,.0f} KiB): take larger "
+                f"shuffle_block_bytes before the run, the stream order, or a cache_dir"
+            )
+        if figures["amplification"] > HIGH_AMPLIFICATION:
+            lines.append(
+                f"{figures['amplification']:.1f} bytes are read for each that is used: raise "
+                f"memory_bytes"
+            )
+        lines.append(
+            "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
+        )
+    if report["first_batch_seconds"] > SLOW_START_SECONDS:
+        lines.append(
+            "the first batch is late: `streammega warmup` compiles kernels, `streammega prepare` "
+            "builds indices, and a manifest spares listings"
+        )
+    return lines
+
+
+def bench_text(report: Report) -> str:
+    """The report for people, as far as it was measured."""
+    lines = [f"{report['data']}: {report['order']} order, rank 0 of {report['dp_size']}", ""]
+    if "first_batch_seconds" in report:
+        first, opened = report["first_batch_seconds"], report["open_seconds"]
+        lines.append(f"first batch   {first:.1f} s, {opened:.1f} of them to open the data")
+    figures = report.get("full_speed")
+    if figures:
+        lines += [
+            f"full speed    {figures['tokens_per_second']:,.0f} tokens/s, {_waits(figures)}",
+            f"processor     {figures['cpu_seconds_per_billion_tokens']:,.1f} s for 10^9 tokens",
+            f"memory        {report['peak_memory_bytes'] / 1e6:,.0f} MB more than before",
+        ]
+        if figures["requests"]:
+            lines.append(
+                f"requests      {figures['requests']:,}, median "
+                f"{1e3 * figures['request_median_seconds']:,.1f} ms, {figures['retries']:,} "
+                f"repeated, {figures['throttled']:,} refused"
+            )
+            lines.append(
+                f"read          {figures['fetched_bytes'] / figures['seconds'] / 1e6:,.1f} MB/s, "
+                f"{figures['amplification']:.2f} bytes for each that is used"
+            )
+    need = report["need"]
+    if need:
+        times = f"full speed is {need['times_met']:,.1f} times that"
+        lines.append(f"need          {need['tokens_per_second']:,.0f} tokens/s: {times}")
+    if "at_need" in report:
+        lines.append(f"at the need   {_waits(report['at_need'])}")
+    if "error" in report:
+        lines.append(f"ended by      {report['error']}")
+    return "\n".join([*lines, "", "What would help:", *(f"- {line}" for line in report["advice"])])
+
+
+def _waits(figures: Report) -> str:
+    return (
+        f"waited for data {100 * figures['waited_share']:.2f} % of {figures['seconds']:.1f} s, "
+        f"{1e3 * figures['longest_seconds']:,.1f} ms at most"
+    )

@@ -1,0 +1,193 @@
+"""`streammega bench`: figures beside a need, what would help, and what is printed where it is ended."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega.apps import bench as app
+from streammega.cli.main import main
+from streammega.cli.progress import ProgressDisplay
+from tests.support.builders import write_dataset, write_run_file
+from tests.support.servers import KEY, SECRET
+from tools.bench.object_server import Running, running
+
+SECONDS = "1"
+
+
+@pytest.fixture
+def measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Run the command: (exit code, report)."""
+
+    def run(*words: str, **settings: Any) -> tuple[int, dict[str, Any]]:
+        options = settings.pop("storage_options", {})
+        lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+        lines += ["[storage_options]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in options.items()]
+        (tmp_path / "storage.toml").write_text("\n".join(lines))
+        files = ["--storage-file", str(tmp_path / "storage.toml")] if options or settings else []
+        code = main(["bench", "--seconds", SECONDS, "--json", *files, *words])
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        assert SECRET not in printed.out + printed.err
+        return code, json.loads(printed.out)
+
+    return run
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> str:
+    return write_dataset(tmp_path / "root" / "data" / "web", [np.arange(2_000_000) % 1000])
+
+
+@pytest.mark.guarantee("bench-measures-need")
+def test_a_need_that_is_met_says_how_many_times(web: str, measure: Any) -> None:
+    words = ("--tokens-per-second-per-gpu", "20000", "--gpus", "8", "--sequence-length", "512")
+    code, report = measure(web, *words)
+    assert code == 0
+    assert report["dp_size"] == 8
+    need = report["need"]
+    assert need["is_met"]
+    assert need["tokens_per_second"] == 20_000, "each of eight loaders feeds one GPU"
+    assert need["times_met"] == report["full_speed"]["tokens_per_second"] / 20_000
+    assert need["times_met"] > 1
+    assert "nothing is needed" in report["advice"][0]
+    assert report["at_need"]["waited_share"] <= app.ACCEPTED_SHARE
+    assert 0 < report["open_seconds"] < report["first_batch_seconds"]
+    assert report["tokens_of_a_batch"] == 4 * 512
+
+
+@pytest.mark.guarantee("bench-measures-need")
+def test_a_need_that_no_loader_meets_ends_with_1(web: str, measure: Any) -> None:
+    code, report = measure(web, "--tokens-per-second-per-gpu", "1e15")
+    assert code == 1
+    assert not report["need"]["is_met"]
+    assert "at_need" not in report
+    assert "nothing is needed" not in " ".join(report["advice"])
+
+
+@pytest.mark.guarantee("bench-measures-need")
+@pytest.mark.parametrize(
+    ("behaviour", "settings", "words"),
+    [
+        ({"rate": 50, "burst": 5}, {}, "refused"),
+        (
+            {"latency": 0.1},
+            {"max_in_flight_bytes": 1 << 20},
+            "raise max_in_flight_bytes from 1,048",
+        ),
+        ({"bandwidth": 200_000}, {}, "storage is the limit"),
+    ],
+)
+def test_what_makes_it_slow_is_named(
+    behaviour: dict[str, Any],
+    settings: dict[str, Any],
+    words: str,
+    web: str,
+    tmp_path: Path,
+    measure: Any,
+) -> None:
+    with running(tmp_path / "root", **behaviour) as server:
+        options = {"storage_options": server.storage_options}
+        need = ("--tokens-per-second-per-gpu", "1e15")
+        code, report = measure("s3://data/web", *need, **options, **settings)
+    assert code == 1
+    assert any(words in line for line in report["advice"]), report
+
+
+@pytest.mark.guarantee("bench-measures-need")
+def test_a_run_file_is_measured_with_settings_over_it(
+    web: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: dict[str, Any] = {"data": {"blend": [web]}, "train": {"train_iters": 100_000}}
+    run_file = write_run_file(tmp_path, **sections)
+    command = ["bench", run_file, "train.micro_batch_size=4", "--json", "--seconds", SECONDS]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["order"] == "megatron"
+    assert report["tokens_of_a_batch"] == 4 * 16
+    assert main([*command, "--sequence-length", "8"]) == 1
+    assert "write section.name=value" in capsys.readouterr().err
+
+
+@pytest.mark.guarantee("bench-ends-well")
+def test_ctrl_c_prints_what_was_measured_so_far(
+    web: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["bench", web, "--seconds", "1"])  # nothing is imported or compiled after this
+    capsys.readouterr()
+    timer = threading.Timer(2.0, _thread.interrupt_main)
+    timer.start()
+    assert main(["bench", web, "--seconds", "60"]) == 130
+    printed = capsys.readouterr().out
+    assert "full speed" in printed
+    assert "What would help:" in printed
+
+
+@pytest.mark.guarantee("bench-ends-well")
+def test_a_server_that_ends_meanwhile_leaves_what_was_measured(
+    web: str, tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path / "root") as server:
+        began = time.monotonic()
+        refused: list[bool] = []
+
+        def refuse_after_a_while(*_: Any) -> None:
+            if not refused and time.monotonic() > began + 1.0:
+                refused.append(True)
+                server.behave(status=403, code="AccessDenied")
+
+        monkeypatch.setattr(ProgressDisplay, "advance", refuse_after_a_while)
+        words = ("s3://data/web", "--seconds", "60")
+        code, report = measure(*words, storage_options=server.storage_options)
+    assert code == 1
+    assert "AccessDenied" in report["error"]
+    assert report["full_speed"]["tokens_per_second"] > 0
+
+
+@pytest.mark.guarantee("bench-ends-well")
+@pytest.mark.parametrize(
+    ("url", "options", "words"),
+    [
+        ("s3://data/none", {}, "no such object"),
+        ("s3://data/web", {"endpoint_url": "http://127.0.0.1:1"}, "did not answer"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_error(
+    url: str,
+    options: dict[str, Any],
+    words: str,
+    server: Running,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": server.endpoint} | options
+    lines = ["connect_deadline = 0.5", "[storage_options]"]
+    lines += [f'{name} = "{value}"' for name, value in options.items()]
+    (tmp_path / "storage.toml").write_text("\n".join(lines))
+    command = ["bench", url, "--seconds", SECONDS, "--storage-file", f"{tmp_path}/storage.toml"]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith("error: ")
+    assert words in printed.err
+
+
+@pytest.mark.guarantee("bench-measures-need")
+def test_a_full_cache_disk_is_named(
+    web: str, tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 29))
+    code, report = measure(web, cache_dir=str(tmp_path / "cache"))
+    assert code == 0
+    assert report["advice"][0].startswith("cache_dir: ")
