@@ -6,12 +6,11 @@ import io
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand
 
 import streammega
 from streammega.apps.bench import bench
@@ -35,10 +34,8 @@ from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
 from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
-from streammega.errors import ConfigError, StreammegaError
-from streammega.errors.bus_error import name_files_on_bus_error
-from streammega.errors.redaction import redact_answer
-from streammega.errors.words import in_one_line
+from streammega.errors import StreammegaError
+from streammega.errors.process import describe_defect, name_files_on_bus_error, set_log_level
 
 EXIT_OF_INTERRUPT = 130
 """128 plus the number of SIGINT, as shells have it."""
@@ -52,8 +49,6 @@ EXIT_CODES = (
     "With --json a command prints one JSON value and nothing else (cat: one a line). Errors, "
     "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
 )
-
-PACKAGE = Path(streammega.__file__).parent
 
 app = typer.Typer(
     name="streammega",
@@ -87,6 +82,22 @@ class Command(NamedTuple):
     run: Callable[..., None] | typer.Typer
     task: str
     examples: tuple[str, ...]
+
+
+class NearestFirst(TyperCommand):
+    """A command that names the nearest option for an unknown one. typer lists all that are near, by
+    the alphabet.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # typer offers no name for the class of this error
+            if nearest := getattr(error, "possibilities", None):
+                error.possibilities = nearest[:1]  # type: ignore[attr-defined]
+            raise
 
 
 MAKE = "Make datasets"
@@ -173,6 +184,7 @@ for name, command in COMMANDS.items():
     *group, word = name.split()
     (cache_app if group else app).command(
         name=word,
+        cls=NearestFirst,
         no_args_is_help=command.run is not warmup,
         context_settings={"ignore_unknown_options": command.run is train},
         rich_help_panel=None if group else command.task,
@@ -188,18 +200,6 @@ def _is_by(stop: SystemExit, kind: type[BaseException]) -> bool:
     return error is not None
 
 
-def _set_log_level(name: str) -> None:
-    """Set the level of this library's logs. At DEBUG, botocore's have session tokens."""
-    try:
-        logging.getLogger("streammega").setLevel(name.upper())
-        # its warnings are tracebacks, of what our errors say in a sentence
-        logging.getLogger("botocore").setLevel(logging.ERROR)
-    except ValueError:
-        raise ConfigError(
-            f"STREAMMEGA_LOG is {name!r}; it is DEBUG, INFO, WARNING or ERROR"
-        ) from None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     name_files_on_bus_error()
     try:
-        _set_log_level(os.environ.get("STREAMMEGA_LOG", "WARNING"))
+        set_log_level("WARNING")
         words = list(sys.argv[1:] if arguments is None else arguments)
         app(args=words, prog_name="streammega", obj=["streammega", *words])
     except SystemExit as stop:
@@ -236,18 +236,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_OF_INTERRUPT
     except Exception as error:
-        logging.getLogger("streammega").debug("the defect", exc_info=True)
-        print(f"error: {_describe_defect(error)}", file=sys.stderr)
+        print(f"error: {describe_defect(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-def _describe_defect(error: Exception) -> str:
-    """What is printed in place of a traceback, which is a debug message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    *_, last = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
-    reason = in_one_line(redact_answer(f"{type(error).__name__}: {error}", {}))
-    return (
-        f"{reason} ({Path(last.filename).name}, line {last.lineno}); this is a defect of streammega: "
-        "please report it, with what the same command prints with STREAMMEGA_LOG=DEBUG"
-    )

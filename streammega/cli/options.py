@@ -31,11 +31,27 @@ StorageFile = Annotated[
     ),
 ]
 
+
+def complete_from(*choices: Any) -> Callable[[str], list[str]] | None:
+    """What a shell offers as values of an option; None for an option without choices."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in map(str, choices) if word.startswith(incomplete)]
+
+    return complete if choices else None
+
+
 RunFile = Annotated[str, typer.Argument(help="The run's TOML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
 ]
-Split = Annotated[str, typer.Option(help="The split: train, valid or test.")]
+Split = Annotated[
+    str,
+    typer.Option(
+        help="The split: train, valid or test.",
+        autocompletion=complete_from("train", "valid", "test"),
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[str | None, typer.Option(help="Write a page with tables to this file.")]
 
@@ -136,6 +152,7 @@ def _flags(settings: type, only: Collection[str] | None) -> Iterator[inspect.Par
             help=re.split(r"(?<=\.) (?=[A-Z`])", docs[item.name])[0],
             rich_help_panel=kind.flag.group,
             metavar=kind.flag.metavar or choices,
+            autocompletion=complete_from(*kind.choices),
         )
         default = None if _repeats(kind) or item.default is MISSING else item.default
         if default is not None and _is_size(item.name):

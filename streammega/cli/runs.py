@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -70,7 +69,6 @@ def train(
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
     from streammega.train.__main__ import main as train_main
 
-    logging.getLogger("streammega").setLevel(logging.INFO)
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 

@@ -60,11 +60,13 @@ class SavedState:
         """
         differences = describe_differences(self.order, identity, names)
         if differences:
+            change = "; a change of data in mid-run is a phase (data.phases)"
             raise StateError(
                 "the checkpoint counts samples of another order, so its position means nothing "
                 "here:\n  "
                 + "\n  ".join(differences)
                 + "\nrestore these settings, or start a new run without the data state"
+                + (change if any("dataset" in line for line in differences) else "")
             )
 
 

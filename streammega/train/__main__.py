@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import signal
 import sys
-import traceback
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
-from streammega.errors import StorageError, StreammegaError
-from streammega.errors.bus_error import name_files_on_bus_error
+from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors.process import describe_defect, name_files_on_bus_error, set_log_level
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer
 from streammega.train.watchdog import Watchdog
 
+SILENCE_S = 2.0
+"""Seconds that ranks wait before they repeat an error of the settings: torchrun looks ten times a second."""
 TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
 
 
@@ -127,19 +131,20 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     name: what messages begin with; default: "error (rank 0)" and so on.
     """
     rank = os.environ.get("RANK", "0")
-    level = logging.INFO if rank == "0" else logging.WARNING
+    name = name or f"error (rank {rank})"
     logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s", stream=sys.stderr)
-    logging.getLogger("streammega").setLevel(level)
-    logging.getLogger("botocore").setLevel(logging.ERROR)  # its warnings are tracebacks
-    if not arguments or arguments[0] in ("-h", "--help"):
-        usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
-        print(f"usage: {usage}\n\n{__doc__}")
-        return 0 if arguments else 2
-    name_files_on_bus_error()
     try:
+        set_log_level("INFO" if rank == "0" else "WARNING")
+        if not arguments or arguments[0] in ("-h", "--help"):
+            usage = (
+                "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
+            )
+            print(f"usage: {usage}\n\n{__doc__}")
+            return 0 if arguments else 2
+        name_files_on_bus_error()
         run(arguments[0], arguments[1:])
     except (StreammegaError, RankError) as error:
-        print(f"{name or f'error (rank {rank})'}: {error}", file=sys.stderr)
+        _print_error(name, str(error), is_on_all_ranks=isinstance(error, ConfigError))
         return 1
     except Terminated as stopped:
         print(f"[{rank}] {stopped}", file=sys.stderr)
@@ -147,10 +152,25 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     except (Interrupted, KeyboardInterrupt) as stopped:
         print(f"[{rank}] {stopped or 'interrupted'}", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Exception:  # a defect: its traceback, and then the same end as for other errors
-        traceback.print_exc()
+    except Exception as error:
+        _print_error(name, describe_defect(error))
         return 1
     return 0
+
+
+def _print_error(name: str, text: str, *, is_on_all_ranks: bool = False) -> None:
+    """Print what ends this rank, and leave it where torchrun looks for the causes that it prints last.
+
+    is_on_all_ranks: the first rank of this host prints the same. torchrun then ends the others while
+    they wait.
+    """
+    if is_on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SILENCE_S)
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # Source: torch.distributed.elastic.multiprocessing.errors, ErrorHandler.record_exception.
+        cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
 
 
 if __name__ == "__main__":

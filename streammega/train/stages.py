@@ -72,6 +72,7 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
     pp = layout.pp
     model = config.model
     is_interleaved = config.parallel.virtual_pipeline_stages > 1
+    config.schedule.check(config.train.micro_batch_size, 0, layout.dp)
     for _, batch_samples in config.schedule.stages:
         micro_batches = batch_samples // (config.train.micro_batch_size * layout.dp)
         # The interleaved schedule takes pp micro-batches at a time through each stage.

@@ -125,6 +125,8 @@ def test_completion_knows_commands_and_options() -> None:
     for words, word in (
         ("streammega conv", "convert"),
         ("streammega verify --voc", "--vocab-size"),
+        ("streammega convert --format z", "zst"),
+        ("streammega trace --split v", "valid"),
     ):
         asked = {
             "_STREAMMEGA_COMPLETE": "complete_bash",
@@ -253,6 +255,7 @@ def pair(tmp_path: Path) -> str:
         ("verfy {pair}", "Did you mean 'verify'"),
         ("cache lss x", "Did you mean 'ls'"),
         ("verify {pair} --vocab-siz 3", "--vocab-size"),
+        ("convert {pair} x --tokeniser bytes", "--tokeniser (Possible options: --tokenizer)"),
         ("describe {pair} --plot x.unknown", ".unknown is no format of plots"),
         ("convert {pair} x --plot x.unknown", ".unknown is no format of plots"),
         ("plot {tmp_path}/run", "holds no step"),

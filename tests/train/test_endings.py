@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import streammega
+from streammega.cli.main import main as command_line
 from streammega.errors import GradientError
 from streammega.train.__main__ import main as train_main
 from streammega.train.run_log import read_metrics
@@ -192,6 +193,40 @@ def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> 
     torchrun.signal(signal.SIGINT, 0)
     log = check_that_torchrun_ends(torchrun, ranks, within=25)  # after 30 s torchrun kills them
     assert "[1] interrupted in step 5" in log, log[-3000:]
+
+
+@pytest.mark.guarantee("no-traceback")
+def test_a_defect_ends_a_run_with_one_message_and_its_traceback_is_a_log_record(
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def faulty(self: Trainer) -> object:
+        raise ZeroDivisionError("of s3://user:secret@host")
+
+    monkeypatch.setattr(Trainer, "train_step", faulty)
+    monkeypatch.setenv("STREAMMEGA_LOG", "DEBUG")
+    assert command_line(["train", str(run_file), "data.order=stream"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ZeroDivisionError: of s3://***@host (")
+    assert "report it" in error
+    assert [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.guarantee("no-traceback")
+def test_torchrun_ends_with_the_one_message_of_what_is_wrong_with_the_settings(
+    run_file: Path,
+) -> None:
+    command = [*TORCHRUN, "-m", "streammega.train", str(run_file), "train.micro_batch_size=3"]
+    torchrun = launch(run_file.parent, 1, command)
+    assert torchrun.ended(0, within=120) == [1]
+    log = torchrun.log(0)
+    message = "is not a multiple of micro_batch_size 3 x dp_size 2; change one of the three"
+    assert re.findall(r"^error \(rank \d\): .*", log, re.M) == [
+        f"error (rank 0): global_batch_size 8 {message}"
+    ], log
+    assert message in log.rpartition("Root Cause")[2], log
 
 
 def test_what_tensorboard_kept_back_is_written_when_a_run_ends_by_an_error(

@@ -248,6 +248,8 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
         ("train_iters=5", r"unknown setting train_iters; did you mean train\.train_iters"),
         ("data.memory_bytes=5", r"did you mean data\.storage\.memory_bytes"),
         ("data.storage.request_timeuot=5", r"did you mean data\.storage\.request_timeout"),
+        ("model.width=5", r"^\S+/run.toml with 1 override: unknown setting model.width"),
+        ("data.seed=one", r"^\S+/run.toml with 1 override: seed is 'one'"),
         ("train.train_iters=many", "train.train_iters is 'many'; it must be a whole number"),
         ("train.train_iters=0", "must be at least 1"),
         ("train.train_iters", "write it as section.name=value"),
@@ -813,6 +815,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
         ("train.lr_decay_style=sine", "train.lr_decay_style"),
         ("parallel.rank_order=tp-tp", "name each of"),
         ("parallel.pp=2", "1 ranks are not a multiple"),
+        ("train.micro_batch_size=3", "is not a multiple of micro_batch_size 3 x dp_size 1"),
     ],
 )
 def test_layouts_that_cannot_work_are_named(run_file: str, override: str, message: str) -> None:

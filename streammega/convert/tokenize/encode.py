@@ -68,7 +68,7 @@ class BatchEncoder:
         if tokenizer.vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ConfigError(
                 f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of "
-                f"{tokenizer.name}; use int32"
+                f"{tokenizer.name}; use {smallest_dtype(tokenizer.vocab_size)}"
             )
         self._split: Any = None
         if options.split_sentences:

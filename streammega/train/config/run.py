@@ -17,6 +17,7 @@ from streammega.config import DataConfig, PhaseConfig, StorageConfig, parse_blen
 from streammega.config.validate import field_types, read_toml, unknown_setting
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls, redacted_repr
+from streammega.errors.words import pluralize
 from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.train.config.settings import ModelConfig, ParallelConfig, TrainConfig
 
@@ -146,12 +147,21 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     one), a wrong type.
     """
     table = read_toml(path, "give the path of the run's TOML file")
+    try:
+        return _run_of_table(table, overrides)
+    except ConfigError as error:
+        changed = f" with {pluralize(len(overrides), 'override')}" if overrides else ""
+        raise ConfigError(f"{path}{changed}: {error}") from None
+
+
+def _run_of_table(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """`load_run` of a file that was read."""
     for override in overrides:
         _apply(table, override)
     if isinstance(table.get("data"), dict):
         table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
-    _check_phases(table.get("data"), path)
+    _check_phases(table.get("data"))
     if "vocab_size" in table["model"]:
         table["data"].setdefault("vocab_size", table["model"]["vocab_size"])
     # Each class checks the types of its fields by itself.
@@ -161,21 +171,20 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return dacite.from_dict(RunConfig, table, settings)
     except dacite.DaciteError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(str(error)) from None
     except TypeError as error:
         # Of dacite, which makes tuples of lists: one number was given for several.
         raise ConfigError(
-            f"{path}: {error}; settings of several values are lists, as rampup_batch_size = [64, 64, 100000]"
+            f"{error}; settings of several values are lists, as rampup_batch_size = [64, 64, 100000]"
         ) from None
 
 
-def _check_phases(data: Any, path: str) -> None:
+def _check_phases(data: Any) -> None:
     """Raise ConfigError for what is no list of phases, and for names that no phase has."""
     phases = data.get("phases", []) if isinstance(data, dict) else []
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         raise ConfigError(
-            f"{path}: data.phases is no list of phases; write [[data.phases]] before each, in two "
-            f"brackets"
+            "data.phases is no list of phases; write [[data.phases]] before each, in two brackets"
         )
     for phase in phases:
         _check_names(phase, PhaseConfig, "data.phases.")

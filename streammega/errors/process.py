@@ -1,12 +1,49 @@
-"""The name of the file, where SIGBUS ends a process: a mapped file was shortened, or its disk failed."""
+"""What our commands do about errors that are none of ours: defects, and SIGBUS, where a mapped file was
+shortened or its disk failed.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+import traceback
+from pathlib import Path
 from typing import Any, ClassVar
+
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_answer
+from streammega.errors.words import in_one_line
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def set_log_level(default: str) -> None:
+    """Set the level of this library's logs, by STREAMMEGA_LOG. At DEBUG, botocore's have session tokens."""
+    name = os.environ.get("STREAMMEGA_LOG", default)
+    try:
+        logging.getLogger("streammega").setLevel(name.upper())
+        # its warnings are tracebacks, of what our errors say in a sentence
+        logging.getLogger("botocore").setLevel(logging.ERROR)
+    except ValueError:
+        raise ConfigError(
+            f"STREAMMEGA_LOG is {name!r}; it is DEBUG, INFO, WARNING or ERROR"
+        ) from None
+
+
+def describe_defect(error: Exception) -> str:
+    """A message in place of a traceback, which goes to the log at DEBUG."""
+    logging.getLogger("streammega").debug("the defect", exc_info=error)
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
+    last = (ours or frames)[-1]
+    reason = in_one_line(redact_answer(f"{type(error).__name__}: {error}", {}))
+    return (
+        f"{reason} ({Path(last.filename).name}, line {last.lineno}); this is a defect of streammega: "
+        "please report it, with what the same command prints with STREAMMEGA_LOG=DEBUG"
+    )
 
 
 class _SignalAction(ctypes.Structure):
