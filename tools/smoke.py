@@ -47,6 +47,7 @@ WITHOUT_EXTRA = {
         ("convert rows.parquet out --tokenizer bytes", "convert"),
         ("convert texts.jsonl out --tokenizer bytes --provenance", "convert"),
         ("trace run.toml --find texts.jsonl:1", "convert"),
+        ("trace run.toml --step 1", "convert"),
     ),
     "tokenizers": (("convert texts.jsonl out --tokenizer tokenizer.json", "convert"),),
     "sentencepiece": (("convert texts.jsonl out --tokenizer spm.model", "convert"),),

@@ -425,7 +425,8 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted:
         room = f" ({wanted:,} bytes wanted)"
     return CacheError(
-        f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room"
+        f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room "
+        f"(commands: XDG_CACHE_HOME)"
     )
 
 

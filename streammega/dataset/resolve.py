@@ -149,11 +149,14 @@ def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | Non
     if stored is not None:
         return _shards_of_manifest(*stored, storage, cache_dir)
     matching = _match_remote(name, storage) if is_remote(name) else _match_local(name)
-    if matching is None:
+    if matching is None and not name.endswith("/"):
         return _resolve_prefix(name, storage, cache_dir)
-    names, objects = matching
+    names, objects = matching or ([], {})
     if not names:
-        raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
+        remedy = "check the path"
+        if name.endswith("/"):
+            remedy += f"; without the slash, {name.rstrip('/')} names a dataset"
+        raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; {remedy}")
     missing = missing_shards(names)
     if missing:
         raise MissingShardsError(

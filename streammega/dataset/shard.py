@@ -138,7 +138,14 @@ class Shard:
         Raises ObjectNotFoundError, FormatError, StorageError.
         """
         if self.version is None:
-            info = self.store.info(self.key)
+            try:
+                info = self.store.info(self.key)
+            except ObjectNotFoundError as error:
+                if self.index_version is None:
+                    raise
+                raise ObjectNotFoundError(
+                    f"{self.url}: no such object, but its .idx is there; copy both, or convert again"
+                ) from error
             self.version = info.size, info.etag
         size, etag = self.version
         # Compared here first: making the URLs of thousands of shards takes long.

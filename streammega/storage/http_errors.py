@@ -35,6 +35,11 @@ STILL_EXPIRED = "refreshed credentials are still expired"
 """Part of the message of botocore's RuntimeError where the source gives old credentials."""
 NO_RENEWAL = "credentials could not be renewed"
 """Part of the message of `no_renewal`. An error that is raised within obstore loses its class."""
+WRONG_REGION = re.compile(
+    "PermanentRedirect|AuthorizationHeaderMalformed|incorrectly configured region|region '.*' is wrong"
+)
+"""Codes and texts of S3, obstore and botocore for requests that went to another region than the bucket's."""
+_XML_MESSAGE = re.compile("<Message>([^<]+)")
 NO_BUCKET = "bucket does not exist"
 """Part of the message that s3fs has for NoSuchBucket, without that code."""
 _NETWORK = (
@@ -72,6 +77,8 @@ _NETWORK_NUMBERS = frozenset(
 def failure_of_status(url: str, status: int, text: str) -> StorageError:
     """The error for an answer. text: what the server said; the error repeats its first line."""
     reason = text.splitlines()[0] if text else f"status {status}"
+    if message := _XML_MESSAGE.search(text):
+        reason = reason.partition("<")[0] + message[1]
     if "NoSuchBucket" in text or NO_BUCKET in text:
         return missing_bucket(url)
     if status == 404:
@@ -84,6 +91,8 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
         code = _CODE.search(text)
         reason = f"{code[1]}; {reason}" if code else reason
         return expired(url, reason) if EXPIRED.search(text) else denied(url, reason)
+    if status == 301 or WRONG_REGION.search(text):
+        return wrong_region(url, reason)
     if status == 416:
         return truncated(url, reason)
     if status in (429, 503):
@@ -93,6 +102,9 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
     too_slow = "RequestTimeout" in text
     if status in TRANSIENT_STATUSES or has_failed or too_slow:
         return server_failed(url, reason)
+    # A HEAD has no body: of a wrong region it says 400 alone.
+    if status == 400 and "<" not in text:
+        return wrong_region(url, reason)
     return StorageError(f"{url}: {reason}")
 
 
@@ -154,6 +166,14 @@ def denied(url: str, reason: str) -> AccessDeniedError:
     )
 
 
+def wrong_region(url: str, reason: str) -> StorageError:
+    """The error for a request that the bucket's region refuses."""
+    return StorageError(
+        f"{url}: the server refuses the request, as where the bucket is in another region; set "
+        f"AWS_DEFAULT_REGION or the region of client_kwargs, and check endpoint_url ({reason})"
+    )
+
+
 def expired(url: str, reason: str) -> AccessDeniedError:
     """The error for temporary credentials whose time is over."""
     error = AccessDeniedError(
@@ -204,6 +224,8 @@ def failure_without_status(
     limit = explain_fd_limit_of_connection(error) if of_network else explain_fd_limit(error)
     if limit:
         return EndpointError(f"{url}: {limit}")  # another try may help, since other connections end
+    if WRONG_REGION.search(text):
+        return wrong_region(url, text)
     return no_answer(url, text) if of_network else StorageError(f"{url}: {text}")
 
 

@@ -412,7 +412,7 @@ def test_a_dtype_that_cannot_hold_the_ids_is_an_error(tmp_path: Path) -> None:
     assert IndexedDataset(str(tmp_path / "out")).dtype == np.int32
     with pytest.raises(ConvertError, match="which uint16 cannot hold"):
         convert_files(tmp_path / "narrow", tmp_path / "out", dtype="uint16")
-    with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes"):
+    with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes; use uint16"):
         convert_bytes(tmp_path / "o", jsonl(tmp_path / "t.jsonl"), dtype="uint8")
 
 

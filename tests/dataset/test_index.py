@@ -401,6 +401,12 @@ def test_a_truncated_file_is_refused(pair: str, suffix: str, keep: int, message:
 def test_missing_files_are_named(pair: str, tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"nothing\.bin"):
         IndexedDataset(str(tmp_path / "nothing"))
+    with pytest.raises(ObjectNotFoundError, match=rf"without the slash, {pair} names a dataset"):
+        IndexedDataset(f"{pair}/")
+    os.rename(f"{pair}.bin", f"{pair}.other")
+    with pytest.raises(ObjectNotFoundError, match=r"pair\.bin: .* but its \.idx is there"):
+        IndexedDataset(pair)
+    os.rename(f"{pair}.other", f"{pair}.bin")
     os.unlink(f"{pair}.idx")
     with pytest.raises(ObjectNotFoundError, match=r"pair\.idx"):
         IndexedDataset(pair)

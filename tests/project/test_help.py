@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -227,7 +228,9 @@ def test_commands_that_only_look_wait_for_no_server(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     write_small_run(tmp_path, "s3://bucket/web")
     assert main(words.format(url="s3://bucket/web").split()) == 1
-    assert "in 0.1 s" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "in 0.1 s" in error
+    assert "Connection refused" in error
 
 
 @pytest.fixture
@@ -321,6 +324,19 @@ def test_a_mistyped_tokenizer_file_is_no_name_on_the_hub(
         error = capsys.readouterr().err
         assert f"{name}: no such tokenizer file; {hint}" in error
         assert len(error.splitlines()) == 1
+
+
+def test_a_hub_that_does_not_answer_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(*_: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise Exception("cannot find the requested files")
+
+    monkeypatch.setattr("tokenizers.Tokenizer.from_pretrained", ask)
+    (tmp_path / "a.txt").write_text("a text")
+    assert main(["convert", str(tmp_path / "a.txt"), "o", "--tokenizer", "some/model"]) == 1
+    assert not caplog.records
 
 
 def test_plotting_without_matplotlib_is_refused_before_anything_is_printed(

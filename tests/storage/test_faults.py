@@ -176,6 +176,24 @@ def test_what_waiting_cannot_mend_fails_at_once(
     assert server.counts()["requests"] - before <= 64, "not tried again and again"
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "transport"),
+    [
+        (301, "PermanentRedirect", "obstore"),  # botocore follows it for ever
+        (400, "AuthorizationHeaderMalformed", "obstore"),
+        (400, "AuthorizationHeaderMalformed", "fsspec"),
+    ],
+)
+def test_another_region_is_named(
+    server: Running, tmp_path: Path, status: int, code: str, transport: str
+) -> None:
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, transport))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    server.behave(status=status, code=code)
+    with pytest.raises(StorageError, match=r"\.bin: .*another region; set AWS_DEFAULT_REGION"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_storage_is_given_up_after_so_many_retries(
     server: Running, tmp_path: Path, transport: str

@@ -209,6 +209,9 @@ def test_waiting_is_said_now_and_then_with_the_object_and_the_end(
     with caplog.at_level(logging.WARNING):
         policy.call(failing(EndpointError("x"), clock, until=clock.now + 1))
     assert not caplog.records, "what a second mends is not said"
+    with pytest.raises(EndpointError), caplog.at_level(logging.WARNING):
+        RetryPolicy.of(StorageConfig(retry_timeout=5)).call(failing(EndpointError("x"), clock))
+    assert not caplog.records, "the error follows soon"
 
 
 def new_endpoint() -> bytes:

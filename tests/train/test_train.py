@@ -172,6 +172,10 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
         ("data.sequence_length=8", "sequence_length: the checkpoint has 16, this run 8"),
         ("model.dim=32", "model.dim: the checkpoint has 16, this run 32; restore"),
         ("model.heads=4", "model.heads: the checkpoint has 2, this run 4; restore"),
+        (
+            'data.blend="mock://tokens=9000,vocab=40,length=200"',
+            r"(?s)dataset .*the checkpoint has.*a change of data in mid-run is a phase",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(

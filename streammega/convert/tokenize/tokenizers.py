@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -627,6 +628,8 @@ def _load_huggingface(name: str) -> Any:
         name = in_folder
     if not os.path.isfile(name):
         _check_is_no_path(name)
+        # its warnings, one for each of its tries, say what the error below does
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         try:
             return Model.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception

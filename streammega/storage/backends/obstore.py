@@ -58,6 +58,12 @@ _REFUSED = re.compile(r"status code: 40[013]")
 """In errors of answers that may say that credentials have expired, or that the clock differs."""
 _DEBUG_DUMP = "\n\nDebug source"
 """Begins the part of obstore's messages that is not for users."""
+_CAUSE = re.compile(
+    r"""(?<=message:\ ")[^"\\]+ | (?<=error:\ ")[^"\\]+   # "Connection refused", "dns error"
+      | InvalidContentType | InvalidCertificate\(\s*\w+     # of TLS""",
+    re.X,
+)
+"""Why the network failed, in the debug dump. The message itself does not say it."""
 _NETWORK = (
     "error sending request",
     "timed out",
@@ -394,6 +400,9 @@ class ObstoreStore(RemoteStore):
         if _NO_SIZE in text:
             return no_size(url)
         network = any(sign in message for sign in _NETWORK)
+        if causes := _CAUSE.findall(message) if network else ():
+            no_tls = " (it speaks no TLS: http://?)" if causes[-1] == "InvalidContentType" else ""
+            text += f": {redact_answer(causes[-1], self._config.storage_options)}{no_tls}"
         return failure_without_status(url, error, text, of_network=network)
 
 
