@@ -1,4 +1,4 @@
-"""What our commands do about errors that are none of ours: defects, and SIGBUS, where a mapped file was
+"""What our commands do about errors that they do not expect: defects, and SIGBUS, where a mapped file was
 shortened or its disk failed.
 """
 
