@@ -133,6 +133,7 @@ class Examination:
         self.shown_url = self.store.url(self.key)
         self.is_local = self.store.transport == "local"
         self.may_write = may_write
+        self.connect_seconds: float | None = None
         self.object: ObjectInfo | None = None
         self.rates: list[Rate] = []
         self.findings: list[Finding] = []
@@ -228,7 +229,9 @@ class Examination:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
         if host != address[0]:
             yield ok("DNS", f"{host} is {address[0]} ({milliseconds(time.monotonic() - began)})")
+        began = time.monotonic()
         with socket.create_connection((host, port), self.quick.request_timeout) as plain:
+            self.connect_seconds = time.monotonic() - began
             if tls is None:
                 yield ok("TLS", "none: what is read and written is not encrypted")
                 return
@@ -373,10 +376,14 @@ class Examination:
         if failed:
             remedy = "the loader repeats them; look at the server's log and the network"
             yield warning("errors", f"failed calls: {failed}", remedy)
-        latency = min(rate.median_seconds for rate in rates)
-        result = f"{milliseconds(latency)} for {size_of(rates[0].bytes)}"
+        soonest = min(rates, key=lambda rate: rate.median_seconds)
+        latency = soonest.median_seconds
+        result = f"{milliseconds(latency)} for {size_of(soonest.bytes)}"
         if latency >= FAR_SECONDS and not self.is_local:
             remedy = "use a bucket near the machines, or cache_dir where bytes are read again"
+            if self.connect_seconds is not None and self.connect_seconds < latency / 4:
+                result += f", while it connects in {milliseconds(self.connect_seconds)}"
+                remedy = "it is near but answers late: look at its load; or set cache_dir"
             yield warning("latency", result, remedy)
         else:
             yield ok("latency", result)
@@ -553,6 +560,8 @@ def run_within(
     for error in errors:
         if isinstance(error, StreammegaError):
             findings.append(fault(name, str(error)))
+        elif isinstance(error, OSError):
+            findings.append(fault(name, f"{error.filename or name}: {error.strerror or error}"))
         elif not isinstance(error, Blocked):
             raise error
     return findings, bool(errors)

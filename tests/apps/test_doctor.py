@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
@@ -179,6 +180,16 @@ def test_no_credentials_are_a_fault_beside_what_is_known_of_the_server(
     assert findings["endpoint"]["status"] == "ok"
 
 
+def test_a_profile_that_does_not_exist_is_named(
+    server: Running, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    code, findings, _ = examine("s3://data/web", endpoint_url=server.endpoint)
+    assert code == 1
+    assert status_of(findings) == {"credentials": "fault"}
+    assert "absent" in findings["credentials"]["result"]
+
+
 def test_temporary_credentials_that_nothing_renews_are_warned_of(
     server: Running, examine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +296,7 @@ def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
         assert main([*command, "--storage-file", str(storage)]) == 0
         printed = capsys.readouterr().out
         assert "warning  requests in flight" in printed
+        assert "it is near but answers late" in printed
         section = printed[printed.index("[data.storage]") :]
         run_file = write_run_file(
             tmp_path,
@@ -349,6 +361,18 @@ def test_a_local_folder_is_examined_and_a_full_cache_disk_is_named(
     assert findings["conditional writes"]["status"] == "ok"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["web.bin", "web.idx"]
     assert report["storage"] == {"cache_dir": str(tmp_path / "cache")}
+
+
+def test_a_disk_that_fails_is_a_fault(
+    tmp_path: Path, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", str(tmp_path))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    code, findings, _ = examine(str(tmp_path))
+    assert code == 1
+    assert "Input/output error" in findings["data"]["result"]
 
 
 def test_a_folder_without_data_is_a_fault(tmp_path: Path, examine: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
@@ -152,7 +153,10 @@ def s3_region(
     # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
         session = session or _late_session(options, with_handlers=False)
-        region = os.environ.get("AWS_DEFAULT_REGION") or session().get_config_variable("region")
+        region = os.environ.get("AWS_DEFAULT_REGION")
+        # A profile that does not exist is reported when credentials are looked up.
+        with suppress(Exception):
+            region = region or session().get_config_variable("region")
     return str(region or "us-east-1")
 
 
