@@ -25,7 +25,8 @@ ACCEPTED_SHARE = 0.001
 FULL_SPEED_WAITS = 0.2
 """The share of the time below which storage is no limit at full speed."""
 HIGH_AMPLIFICATION = 1.3
-SMALL_REQUEST_BYTES = 64 << 10
+SMALL_REQUEST_BYTES = 12 << 10
+"""A sample of 4,096 tokens has 8 KiB."""
 SLOW_START_SECONDS = 10.0
 INTERRUPTED = 130
 
@@ -257,7 +258,7 @@ def advice(report: Report, setup: Setup) -> list[str]:
     need = report["need"]
     is_met = bool(need and need["is_met"])
     if is_met:
-        lines.append(f"nothing is needed: the loader gives {need['times_met']:,.1f} times the need")
+        lines.append(f"nothing is needed: full speed is {_times(need)} times the need")
     if storage.cache_dir:
         for finding in check_cache(Path(storage.cache_dir)):
             if finding.status != "ok":
@@ -327,13 +328,18 @@ def bench_text(report: Report) -> str:
             )
     need = report["need"]
     if need:
-        times = f"full speed is {need['times_met']:,.1f} times that"
+        times = f"full speed is {_times(need)} times that"
         lines.append(f"need          {need['tokens_per_second']:,.0f} tokens/s: {times}")
     if "at_need" in report:
         lines.append(f"at the need   {_waits(report['at_need'])}")
     if "error" in report:
         lines.append(f"ended by      {report['error']}")
     return "\n".join([*lines, "", "What would help:", *(f"- {line}" for line in report["advice"])])
+
+
+def _times(need: Report) -> str:
+    times = need["times_met"]
+    return f"{times:,.1f}" if times >= 1 else f"{times:.2g}"
 
 
 def _waits(figures: Report) -> str:

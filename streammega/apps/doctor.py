@@ -11,6 +11,7 @@ import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
 from streammega.cli.render import Report, show_report
+from streammega.errors import ConfigError
 
 COUNTS = ("faults", "warnings")
 
@@ -40,6 +41,10 @@ def doctor(
     from streammega.apps.checks import Examination
     from streammega.cli.progress import ProgressDisplay
 
+    if url.endswith(".toml"):
+        raise ConfigError(
+            f"{url}: is a run's file; name its data, and give its storage by --storage-file"
+        )
     settings = storage_config(storage, storage_file)
     log = logging.getLogger("streammega")
     if log.level == logging.WARNING:

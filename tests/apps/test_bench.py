@@ -84,6 +84,7 @@ def test_a_need_that_no_loader_meets_ends_with_1(web: str, measure: Any) -> None
             "raise max_in_flight_bytes from 1,048",
         ),
         ({"bandwidth": 200_000}, {}, "storage is the limit"),
+        ({}, {"max_request_bytes": 4096, "coalesce_gap_bytes": 0}, "requests are small"),
     ],
 )
 def test_what_makes_it_slow_is_named(

@@ -296,7 +296,6 @@ def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
         assert main([*command, "--storage-file", str(storage)]) == 0
         printed = capsys.readouterr().out
         assert "warning  requests in flight" in printed
-        assert "it is near but answers late" in printed
         section = printed[printed.index("[data.storage]") :]
         run_file = write_run_file(
             tmp_path,
@@ -310,6 +309,16 @@ def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
         assert dict(config.data.storage.storage_options) == far.storage_options
         with StreamLoader(config.data, micro_batch_size=2, global_batch_size=8) as loader:
             assert next(loader)["tokens"].shape == (2, 16)
+
+
+def test_a_server_that_is_late_though_near_is_told_from_a_far_one(
+    server: Running, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "MAX_ROW_SECONDS", 0.6)
+    server.behave(latency=0.4)
+    _, findings, _ = examine("s3://data/web", **server.storage_options)
+    assert findings["latency"]["status"] == "warning"
+    assert "it is near but answers late" in findings["latency"]["remedy"]
 
 
 @pytest.mark.guarantee("doctor-names-faults")
