@@ -59,9 +59,9 @@ eod_id = {eod_id}
 
 [model]
 vocab_size = {vocab_size}
-dim = 160
-layers = 4
-heads = 5
+dim = 128
+layers = 2
+heads = 4
 
 [train]
 train_iters = {iters}
@@ -317,16 +317,11 @@ def train_with_kills(work: Path, iters: int) -> None:
 
 
 def train(work: Path, ranks: int, kill_at: int | None) -> None:
-    """Run torchrun; kill all of its processes with SIGKILL once step `kill_at` is
+    """Run training; kill all of its processes with SIGKILL once step `kill_at` is
     in the metrics.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(torchrun if ranks > 1 else [])]
     command += ["-m", "streammega.train", str(work / "run.toml")]
     root = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {
