@@ -101,7 +101,7 @@ def bench(
         setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu)
     report: Report = {}
     code = 0
-    with ProgressDisplay("starting", line_every=5.0) as progress:
+    with ProgressDisplay("starting", line_every=2.0) as progress:
         try:
             for figures in measure(setup, seconds, progress):
                 report |= figures

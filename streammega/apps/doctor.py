@@ -49,7 +49,7 @@ def doctor(
     log = logging.getLogger("streammega")
     if log.level == logging.WARNING:
         log.setLevel(logging.ERROR)  # the findings say the same
-    with ProgressDisplay("checking") as progress:
+    with ProgressDisplay("checking", line_every=5.0) as progress:
         examination = Examination(url, settings, may_write=write, seconds=seconds)
         examination.run(progress.begin)
     report = examination.report()

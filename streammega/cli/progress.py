@@ -88,7 +88,8 @@ class ProgressDisplay(ProgressObserver):
     def _line(self) -> str:
         seconds = time.monotonic() - self._began
         if not self._bytes and not self._total:
-            return f"{self._stage}: {tqdm.format_interval(seconds)} so far"
+            figures = f", {self._token_figures()}" if self._tokens else ""
+            return f"{self._stage}: {tqdm.format_interval(seconds)} so far{figures}"
         line = tqdm.format_meter(
             self._bytes,
             self._total,
