@@ -205,7 +205,7 @@ class Examination:
         try:
             proxy = urllib.request.getproxies().get(parts.scheme)
             if proxy and not urllib.request.proxy_bypass(host):
-                where += f", through the proxy {urlsplit(proxy).hostname}"
+                where += f", through the proxy {re.sub('.*[@/]', '', proxy.rstrip('/'))}"
             else:
                 port = parts.port or (443 if parts.scheme == "https" else 80)
                 yield from self._connect(host, port, context if parts.scheme == "https" else None)
@@ -269,7 +269,10 @@ class Examination:
         if region and region != connection.region:
             self._change_option("client_kwargs", {"region_name": region})
             result = f"the bucket is in {region}, requests are signed for {connection.region}"
-            yield fault("region", result, f"client_kwargs = {{region_name = '{region}'}}")
+            remedy = f"client_kwargs = {{region_name = '{region}'}}"
+            # Amazon refuses that, other servers may not
+            is_fault = urlsplit(connection.endpoint).netloc.endswith(".amazonaws.com")
+            yield Finding("region", "fault" if is_fault else "warning", result, remedy)
         elif connection.region:
             yield ok("region", connection.region)
 
@@ -319,7 +322,7 @@ class Examination:
         self.object = info = self.store.info(self.object.key)
         span = (min(1, info.size - 1), min(info.size, 1025))
         transport = self.store.transport
-        self.store.fetch(info.key, [span])
+        self.store.read(info.key, [span])
         if self.store.transport != transport:
             self.changes["transport"] = self.store.transport
             result = (
@@ -338,7 +341,7 @@ class Examination:
             yield warning("ETags", f"answers have {what}", remedy)
             return
         try:
-            self.store.fetch(info.key, [span], '"another"')
+            self.store.read(info.key, [span], '"another"')
         except ObjectChangedError:
             yield ok("ETags", "a replaced object would be noticed")
         else:
@@ -555,7 +558,7 @@ def run_within(
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        remedy = "look at the network and the server; --seconds gives more time"
+        remedy = "look at the network and the server; name less data, or give more --seconds"
         return [*findings, fault(name, f"no end within {seconds:.0f} s", remedy)], True
     for error in errors:
         if isinstance(error, StreammegaError):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
-from streammega.errors.redaction import redact_answer, redact_urls
+from streammega.errors.redaction import redact_answer
 from streammega.storage.backends.oss import oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.s3_options import (
@@ -124,11 +124,16 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
 
 def _connection(endpoint: str, bucket_url: str, source: str, region: str) -> Connection:
     return Connection(
-        endpoint=redact_urls(endpoint),
-        bucket_url=redact_urls(bucket_url),
+        endpoint=_without_user(endpoint),
+        bucket_url=_without_user(bucket_url),
         source=source,
         region=region,
     )
+
+
+def _without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _with_bucket(endpoint: str, bucket: str) -> str:

@@ -321,6 +321,22 @@ def test_a_server_that_is_late_though_near_is_told_from_a_far_one(
     assert "it is near but answers late" in findings["latency"]["remedy"]
 
 
+def test_passwords_of_urls_are_not_shown(
+    http_objects: HttpObjects, examine: Any, moto: S3, tmp_path: Path
+) -> None:
+    """`examine` looks for it in all that is printed."""
+    with_password = http_objects.url.replace("//", f"//user:{SECRET}@")
+    code, findings, _ = examine(f"{with_password}/web.bin")
+    assert code == 0
+    assert findings["credentials"]["result"] == "the URL"
+    bucket = put_pair(moto, tmp_path, tokens=1000)
+    endpoint = moto.endpoint.replace("//", f"//user:{SECRET}@")
+    options = moto.options | {"endpoint_url": endpoint}
+    _, findings, report = examine(f"s3://{bucket}/web", **options)
+    assert findings["endpoint"]["status"] == "ok"
+    assert "endpoint_url" in report["hidden_options"]
+
+
 @pytest.mark.guarantee("doctor-names-faults")
 def test_refusals_are_counted_and_limit_requests(server: Running, examine: Any) -> None:
     server.behave(rate=50, burst=10)
@@ -335,6 +351,7 @@ def test_a_bucket_of_another_region_is_named(moto: S3, examine: Any) -> None:
     moto.client().create_bucket(Bucket="in-paris", CreateBucketConfiguration=there)
     code, findings, report = examine("s3://in-paris/web", **moto.options)
     assert code == 1
+    assert findings["region"]["status"] == "warning", "a server of another make may not mind"
     assert "eu-west-3" in findings["region"]["result"]
     options = report["storage"]["storage_options"]
     assert options["client_kwargs"] == {"region_name": "eu-west-3"}

@@ -29,7 +29,7 @@ def storage(**options: Any) -> StorageConfig:
          "https://b.s3.eu-west-3.amazonaws.com", "the cloud's default", "eu-west-3"),
         ("s3://b/k", {}, {"AWS_ENDPOINT_URL": "https://h:9", "AWS_DEFAULT_REGION": "x"},
          "https://h:9/b", "AWS_ENDPOINT_URL", "x"),
-        ("s3a://b/k", {"endpoint_url": f"https://u:{SECRET}@h:9/"}, {}, "https://***@h:9/b",
+        ("s3a://b/k", {"endpoint_url": f"https://u:{SECRET}@h:9/"}, {}, "https://h:9/b",
          "storage_options", "us-east-1"),
         ("s3://b/k", {"endpoint_url": "https://h",
                       "config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {},
