@@ -12,6 +12,7 @@ import pickle
 import resource
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega import StorageConfig
@@ -35,8 +39,15 @@ from streammega.errors import (
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.object_ops import read_object
+from streammega.train.checkpoints import files as checkpoint_files
 from streammega.train.checkpoints import lock as checkpoint_lock
-from streammega.train.checkpoints.files import METADATA, TENSORS
+from streammega.train.checkpoints.files import (
+    METADATA,
+    TENSORS,
+    CheckpointFiles,
+    CheckpointReader,
+    CheckpointWriter,
+)
 from streammega.train.checkpoints.integrity import (
     CHECKSUM,
     CHECKSUMS,
@@ -47,6 +58,7 @@ from streammega.train.checkpoints.integrity import (
 )
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
+from streammega.train.rank_sync import RankSync
 from streammega.train.run_log import read_metrics
 from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer
@@ -422,6 +434,36 @@ def test_a_part_is_read_from_what_torch_wrote_and_other_bytes_are_refused(
             load_part(wrong, tensor.dtype, tensor.shape)
     with pytest.raises(ValueError, match="it has no 400 bytes"):
         load_part(data, torch.float32, (100,))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12), skipped=st.data())
+def test_tensors_are_read_by_requests_of_bounded_size_that_near_ones_share(
+    sizes: list[int], skipped: st.DataObject
+) -> None:
+    limits = {"REQUEST_BYTES": 4096, "MAX_GAP_BYTES": 1500, "BATCH_BYTES": 20_000}
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name, limit in limits.items():
+            patch.setattr(checkpoint_files, name, limit)
+        files = CheckpointFiles(PreadStore(StorageConfig(local_io="pread")), f"{folder}/saved")
+        saved = {f"t{n}": torch.randn(size) for n, size in enumerate(sizes)}
+        writer = CheckpointWriter(files, RankSync(None))
+        state_dict_saver.save(saved, storage_writer=writer, no_dist=True)
+        names = skipped.draw(st.lists(st.sampled_from(sorted(saved)), min_size=1, unique=True))
+        loaded = {name: torch.zeros_like(saved[name]) for name in names}
+        spans: list[tuple[int, int]] = []
+        read_spans = CheckpointFiles.read_spans
+
+        def noted(files: CheckpointFiles, name: str, wanted: Any) -> Any:
+            spans.extend(wanted)
+            return read_spans(files, name, wanted)
+
+        patch.setattr(CheckpointFiles, "read_spans", noted)
+        metadata = files.read_metadata(writer.checksums)
+        reader = CheckpointReader(files, metadata, writer.checksums, RankSync(None))
+        state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(loaded[name], saved[name]) for name in names)
+    assert all(stop - start <= limits["REQUEST_BYTES"] for start, stop in spans)
 
 
 @pytest.mark.guarantee("background-save-fails")
