@@ -248,7 +248,7 @@ def peak_bytes() -> int:
 
 def advice(report: Report, setup: Setup) -> list[str]:
     """What would help, the largest help first; that nothing would where the need is met."""
-    from streammega.apps.machine import check_cache
+    from streammega.apps.machine import check_disk
 
     figures = report.get("full_speed")
     if not figures:
@@ -260,7 +260,8 @@ def advice(report: Report, setup: Setup) -> list[str]:
     if is_met:
         lines.append(f"nothing is needed: full speed is {_times(need)} times the need")
     if storage.cache_dir:
-        for finding in check_cache(Path(storage.cache_dir)):
+        folder = Path(storage.cache_dir)
+        for finding in check_disk("cache_dir", "cache_dir", folder, measures=False):
             if finding.status != "ok":
                 lines.append(f"cache_dir: {finding.result}: {finding.remedy}")
     if figures["throttled"]:

@@ -30,8 +30,7 @@ from streammega import StorageConfig, StreammegaError
 from streammega.apps.machine import (
     NETWORK_DISKS,
     Finding,
-    check_cache,
-    check_index_cache,
+    check_disk,
     check_limits,
     check_versions,
     fault,
@@ -514,8 +513,10 @@ class Examination:
             else:
                 yield ok("data disk", f"{mount} ({kind})")
         if self.config.cache_dir:
-            yield from check_cache(Path(self.config.cache_dir))
-        yield from check_index_cache(default_cache_dir())
+            folder = Path(self.config.cache_dir)
+            yield from check_disk("cache_dir", "cache_dir", folder, measures=True)
+        folder = default_cache_dir()
+        yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
 
     def _change_option(self, name: str, value: Mapping[str, Any]) -> None:
         """Recommend a storage option, with the others of its mapping."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
-from streammega.cli.render import Report, show_report
+from streammega.cli.render import Report, as_text, show_report
 from streammega.errors import ConfigError
 
 COUNTS = ("faults", "warnings")
@@ -61,7 +61,7 @@ def doctor(
 
 def examination_text(report: Report) -> str:
     """The report for people: a line for each check, rates, and a section of a run's file."""
-    from streammega.apps.checks import milliseconds, size_of
+    from streammega.apps.checks import size_of
 
     counts = [f"{report[name]} {name[:-1] if report[name] == 1 else name}" for name in COUNTS]
     lines = [f"{report['url']}: {', '.join(counts)}", ""]
@@ -70,21 +70,18 @@ def examination_text(report: Report) -> str:
         line = f"{item['status']:<8} {item['check']:<{width}}  {item['result']}"
         lines.append(line + (f" -> {item['remedy']}" if item["remedy"] else ""))
     lines += [f"not checked: {reason}" for reason in report["not_checked"]]
-    if report["requests"]:
-        lines += [
-            "",
-            f"{'requests':>18} {'MB/s':>10} {'median':>12} {'slowest':>12} {'refused':>8}",
-        ]
-    for rate in report["requests"]:
-        requests = f"{rate['at_once']:>6} x {size_of(rate['bytes']):>9}"
-        if not rate["requests"]:
-            lines.append(f"{requests} {'no answer in time':>35} {rate['refused']:>9}")
-            continue
-        lines.append(
-            f"{requests} "
-            f"{rate['bytes_per_second'] / 1e6:>10,.1f} {milliseconds(rate['median_seconds']):>12} "
-            f"{milliseconds(rate['slowest_seconds']):>12} {rate['refused']:>8}"
-        )
+    rates = [
+        {
+            "requests": f"{rate['at_once']} x {size_of(rate['bytes'])}",
+            "MB/s": round(rate["bytes_per_second"] / 1e6, 1),
+            "median ms": round(1e3 * rate["median_seconds"], 1) if rate["requests"] else None,
+            "slowest ms": round(1e3 * rate["slowest_seconds"], 1) if rate["requests"] else None,
+            "refused": rate["refused"],
+        }
+        for rate in report["requests"]
+    ]
+    if rates:
+        lines += ["", as_text({"requests": rates})]
     return "\n".join([*lines, "", *storage_toml(report["storage"], report["hidden_options"])])
 
 

@@ -66,20 +66,8 @@ def file_system_of(path: Path) -> tuple[str, str]:
     return mount, kind
 
 
-def check_cache(folder: Path) -> Iterator[Finding]:
-    """The disk of `cache_dir`: space, kind and speed."""
-    # the cache keeps the larger of 1 GiB and a hundredth of its disk free
-    yield from _check_disk("cache_dir", folder, "cache_dir", 2 * GiB, measures=True)
-
-
-def check_index_cache(folder: Path) -> Iterator[Finding]:
-    """The disk of `.idx` copies and indices."""
-    yield from _check_disk("index cache", folder, "index_cache_dir", GiB, measures=False)
-
-
-def _check_disk(
-    name: str, folder: Path, setting: str, needed: int, *, measures: bool
-) -> Iterator[Finding]:
+def check_disk(name: str, setting: str, folder: Path, *, measures: bool) -> Iterator[Finding]:
+    """Space, kind and, where wanted, speed of the disk that a setting names."""
     existing = folder  # or the folder in which it will be made
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent
@@ -93,7 +81,8 @@ def _check_disk(
         return
     _, kind = file_system_of(existing)
     result = f"{folder}: {usage.free / GB:,.1f} GB free, {kind}{speed}"
-    if usage.free < max(needed, usage.total // 50):
+    # a cache keeps the larger of 1 GiB and a hundredth of its disk free
+    if usage.free < max(2 * GiB, usage.total // 50):
         yield warning(name, result, f"free some space, or set {setting} to a larger disk", 1.01)
     elif kind.startswith(NETWORK_DISKS):
         remedy = f"set {setting} to a local disk: this one is another machine's"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from streammega import StorageConfig, StreamLoader
-from streammega.apps import checks
+from streammega.apps import checks, machine
 from streammega.cli.main import main
 from streammega.storage import open_store
 from streammega.train.config import load_run
@@ -387,6 +387,26 @@ def test_a_local_folder_is_examined_and_a_full_cache_disk_is_named(
     assert findings["conditional writes"]["status"] == "ok"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["web.bin", "web.idx"]
     assert report["storage"] == {"cache_dir": str(tmp_path / "cache")}
+
+
+def test_a_gpu_without_its_torch_and_a_low_limit_of_files_are_named(
+    tmp_path: Path, examine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    versions = {"torch": "2.13.0+cpu"}
+    monkeypatch.setattr(machine.metadata, "version", lambda name: versions.get(name, "1.0"))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
+    write_dataset(tmp_path / "web", [np.arange(1000)])
+    code, findings, _ = examine(str(tmp_path / "web"))
+    assert code == 1
+    assert status_of(findings) == {"GPU": "fault", "ulimit -n": "warning"}
+    assert "2 x NVIDIA H100" in findings["GPU"]["result"]
+    versions["torch"] = "2.13.0"
+    code, findings, _ = examine(str(tmp_path / "web"))
+    assert code == 0
+    assert findings["GPU"]["result"] == "2 x NVIDIA H100"
 
 
 def test_a_disk_that_fails_is_a_fault(
