@@ -136,6 +136,14 @@ def test_the_wheel_alone_passes_the_smoke_test_and_names_missing_extras(
     assert int(uses[1]) >= 10
 
 
+def test_the_package_imports_what_it_depends_on() -> None:
+    """What no module imports belongs into an extra."""
+    code = "\n".join(path.read_text() for path in (ROOT / "streammega").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", code, re.M))
+    named = {re.split("[>=]", line)[0] for line in PROJECT["dependencies"]}
+    assert named - imported == {"s3fs", "cffi"}, "fsspec and zstandard import these"
+
+
 def test_the_version_has_one_place_and_heads_the_changelog() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert headings[0] == streammega.__version__
