@@ -317,6 +317,11 @@ def plan(
     if any(FORMATS[item.format].has_text for item in files):
         if tokenizer is None:
             raise ConvertError(NO_TOKENIZER)
+        if options.eod_id is not None and all(FORMATS[item.format].has_text for item in files):
+            raise ConfigError(
+                f"eod_id (--eod-id) is {options.eod_id}, and goes with inputs of token ids; these "
+                f"hold text: name the tokenizer's end of a document with --eod"
+            )
         # Making the encoder raises what would fail at the first text.
         keep_encoder(BatchEncoder(tokenizer, options, input_storage))
     # A cluster of this machine alone sees its folders.

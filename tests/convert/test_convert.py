@@ -256,7 +256,7 @@ def test_mistakes_are_one_message_without_a_traceback(
 
 
 @pytest.mark.parametrize(
-    "what", ["bucket", "report", "plot", "work", "folder", "tokenizer", "mistyped"]
+    "what", ["bucket", "report", "plot", "work", "folder", "tokenizer", "eod", "mistyped"]
 )
 def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
     what: str,
@@ -282,6 +282,11 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
         "work": (f"s3://{bucket}/x", f"--work-dir {tmp_path}/file", "name another by --work-dir"),
         "folder": (f"{tmp_path}/file/x", "", "file"),
         "tokenizer": (f"{tmp_path}/x", "--dtype uint8", "cannot hold the 257 ids"),
+        "eod": (
+            f"{tmp_path}/x",
+            "--eod-id 300",
+            "name the tokenizer's end of a document with --eod",
+        ),
         "mistyped": (f"{tmp_path}/x", "--tokenizer tokeniser.jsn", "is tokenizer.json meant?"),
     }
     output, words, message = options[what]
