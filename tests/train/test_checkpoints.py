@@ -437,6 +437,19 @@ def test_a_part_is_read_from_what_torch_wrote_and_other_bytes_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_in_a_folder_of_a_checkpoint_is_none_of_it(tmp_path: Path) -> None:
+    files = CheckpointFiles(PreadStore(StorageConfig(local_io="pread")), str(tmp_path))
+    writer = CheckpointWriter(files, RankSync(None))
+    state_dict_saver.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    metadata = files.read_metadata(writer.checksums)
+    files.check(metadata)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "__0_0.distcp").rename(tmp_path / "other" / "__0_0.distcp")
+    with pytest.raises(DamagedError, match="is missing"):
+        files.check(metadata)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12), skipped=st.data())
 def test_tensors_are_read_by_requests_of_bounded_size_that_near_ones_share(
     sizes: list[int], skipped: st.DataObject
