@@ -12,6 +12,7 @@ Host names that fail and full disks need user namespaces (`unshare -rm`), and ar
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -161,6 +162,7 @@ class Soak:
             return  # the run ends
         taken = self.batches - batches
         self.progress["batches"] += taken
+        gc.collect()  # sessions of expired credentials refer to themselves, and have connections
         status = Path("/proc/self/status").read_text()
         row = {
             "minute": minute,

@@ -54,6 +54,7 @@ from streammega.train.checkpoints.integrity import (
     Checksums,
     DamagedError,
     load_part,
+    one_line,
     parse_tensors,
 )
 from streammega.train.checkpoints.store import CheckpointStore
@@ -409,6 +410,19 @@ def test_what_lists_no_tensors_is_damage(tensors: Any) -> None:
     data = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
     with pytest.raises(DamagedError, match=r"^x: lists no tensors"):
         parse_tensors(data, "x")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("Traceback\n  File x\nit failed\n"), "it failed"),
+        (RuntimeError(""), "RuntimeError"),
+        (OSError(28, "No space left on device", "/x"), "/x: No space left on device"),
+        (DamagedError("two\nlines"), "two\nlines"),
+    ],
+)
+def test_errors_of_others_are_said_in_one_line(error: Exception, line: str) -> None:
+    assert one_line(error) == line
 
 
 @pytest.mark.parametrize(
