@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,6 @@ from streammega.dataset.names import MANIFEST
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import GatherGroup
 from streammega.loading.read_plan import plan_reading
 from streammega.loading.stats import Stats
 from streammega.loading.torch_dataset import StreamingDataset
@@ -359,15 +358,6 @@ def _checksums(size: int) -> list[str]:
     return ["0" * 32] * -(-size // CHECK_BYTES)
 
 
-@dataclass
-class _Log:
-    """Requests of a rank: when each was sent, its bytes, its dataset, and when it was answered."""
-
-    sent: list[float] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-    dataset: list[int] = field(default_factory=list)
-
-
 class _VirtualFetcher:
     """In place of a `Fetcher`: the same limits in virtual time, without threads and bytes.
 
@@ -385,7 +375,8 @@ class _VirtualFetcher:
         self.pool = BufferPool(storage.memory_bytes)
         self.flow = FlowControl(storage)
         self.unadmitted_bytes = 0
-        self.log = _Log()
+        self.sent: list[tuple[float, int, int]] = []
+        """Each request: when it was sent, its bytes, and its dataset."""
         self.ready_at: dict[int, float] = {}
         """When each buffer was filled, by its id."""
         self._network = network
@@ -458,9 +449,7 @@ class _VirtualFetcher:
         network = self._network
         sent = max(now, self._request_at)
         self._request_at = sent + 1 / network.request_rate
-        self.log.sent.append(sent)
-        self.log.nbytes.append(nbytes)
-        self.log.dataset.append(self._dataset_of[request.key])
+        self.sent.append((sent, nbytes, self._dataset_of[request.key]))
         first_byte = sent + network.latency
         self._rank_free_at = max(self._rank_free_at, first_byte) + nbytes / network.rank_rate
         return max(first_byte + nbytes / network.connection_rate, self._rank_free_at)
@@ -478,6 +467,19 @@ class _VirtualFetcher:
         return len(missing) * PAGE_BYTES
 
 
+class _Taken(NamedTuple):
+    """A group of micro-batches that the caller took. at: when. ended: when its last step ends.
+    arrived: when its last byte did; None: its bytes were there.
+    """
+
+    at: float
+    ended: float
+    waited: float
+    batches: int
+    nbytes: int
+    arrived: float | None
+
+
 def _simulate_rank(
     steps: MicroSteps,
     fetcher: _VirtualFetcher,
@@ -492,69 +494,60 @@ def _simulate_rank(
     storage = steps.config.storage
     plan = plan_reading(steps, 0, storage.memory_bytes, ahead=prefetch)
     memory = plan.memory
+    table = plan.planner.table
     fetcher.pool.budget = memory.fetch_bytes
     positions = iter(range(0, num_batches * steps.step_samples, steps.step_samples))
     stats = Stats()
     lookahead = Lookahead(steps, plan, positions, fetcher=fetcher, stats=stats)  # type: ignore[arg-type]
-    sample_bytes = (steps.config.sequence_length + 1) * plan.dtype.itemsize + 8
-    taken: list[float] = []  # when the caller takes each group
-    ended: list[float] = []  # when its last step ends
-    waits: list[float] = []
-    counts: list[int] = []
-    margins: list[tuple[float, float]] = []
-    recorded = 0
-    ready: deque[tuple[float, int]] = deque()  # (taken at, bytes) of groups in memory
+    sample_bytes = (steps.config.sequence_length + 1) * plan.dtype.itemsize + 8  # with its length
+    groups: list[_Taken] = []
+    num_recorded = 0
     most_ready = 0
     while True:
-        while recorded < len(ended) and ended[recorded] <= fetcher.now:
-            count = counts[recorded]
-            lookahead.record_pace(batch_seconds, waits[recorded] / count)
-            recorded += 1
+        while num_recorded < len(groups) and groups[num_recorded].ended <= fetcher.now:
+            ended = groups[num_recorded]
+            lookahead.record_pace(batch_seconds, ended.waited / ended.batches)
+            num_recorded += 1
         lookahead.plan()
         group = lookahead.take_group()
         if group is None:
             break
         fetcher.wait(group.buffers)
         arrived = max((fetcher.ready_at[id(buffer)] for buffer in group.buffers), default=None)
-        fetcher.release(_gather(plan.planner.table, group))
-        number = len(taken)
-        while ready and ready[0][0] <= fetcher.now:
-            ready.popleft()
-        ready.append((np.inf, len(group.consumed) * steps.micro_batch_size * sample_bytes))
-        most_ready = max(most_ready, sum(nbytes for _, nbytes in ready))
-        if number >= memory.ready_groups:  # the queue is full until a group is taken
-            fetcher.advance(taken[number - memory.ready_groups])
-        free_at = ended[-1] if ended else 0.0
-        taken.append(max(fetcher.now, free_at))
-        counts.append(len(group.consumed))
-        waits.append(taken[-1] - free_at)
-        ended.append(taken[-1] + len(group.consumed) * batch_seconds)
-        ready[-1] = (ended[-1], ready[-1][1])
-        if arrived is not None:
-            margins.append((arrived, taken[-1] - arrived))
-    waited = np.concatenate(
-        [[wait] + [0.0] * (count - 1) for wait, count in zip(waits, counts, strict=True)]
-    )
-    half = ended[-1] / 2
-    log = fetcher.log
+        window = group.window
+        fetcher.release(table.release_rows(window.slot[group.rows], window.size[group.rows]))
+        batches = len(group.consumed)
+        nbytes = batches * steps.micro_batch_size * sample_bytes
+        in_memory = sum(
+            other.nbytes for other in groups[num_recorded:] if other.ended > fetcher.now
+        )
+        most_ready = max(most_ready, nbytes + in_memory)
+        if len(groups) >= memory.ready_groups:  # the queue is full until a group is taken
+            fetcher.advance(groups[-memory.ready_groups].at)
+        free_at = groups[-1].ended if groups else 0.0
+        taken_at = max(fetcher.now, free_at)
+        ended_at = taken_at + batches * batch_seconds
+        groups.append(_Taken(taken_at, ended_at, taken_at - free_at, batches, nbytes, arrived))
+    waited = np.zeros(num_batches)  # all micro-batches of a group are ready with the first
+    waited[np.cumsum([0, *(group.batches for group in groups[:-1])])] = [
+        group.waited for group in groups
+    ]
+    half = groups[-1].ended / 2
+    margins = [
+        group.at - group.arrived
+        for group in groups
+        if group.arrived is not None and group.arrived >= half
+    ]
+    sent, nbytes_sent, dataset = np.array(fetcher.sent or [(0.0, 0, 0)]).T
     return RankReads(
-        sent=np.array(log.sent),
-        nbytes=np.array(log.nbytes, np.int64),
-        dataset=np.array(log.dataset, np.int64),
-        first_batch=taken[0],
+        sent=sent,
+        nbytes=nbytes_sent.astype(np.int64),
+        dataset=dataset.astype(np.int64),
+        first_batch=groups[0].at,
         waited=waited,
         step_end=np.cumsum(waited + batch_seconds),
         memory_bytes=fetcher.pool.peak + most_ready + memory.field_bytes,
         useful_bytes=stats.useful_bytes,
         enough_bytes=memory.enough_bytes if memory.num_without_room else 0,
-        margin=min((margin for at, margin in margins if at >= half), default=float("nan")),
+        margin=min(margins, default=float("nan")),
     )
-
-
-def _gather(table: Any, group: GatherGroup) -> list[FetchGroup]:
-    """The buffers that no later row needs, as the engine frees them."""
-    window = group.window
-    released: list[FetchGroup] = table.release_rows(
-        window.slot[group.rows], window.size[group.rows]
-    )
-    return released

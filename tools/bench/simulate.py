@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+"""`streammega simulate` against runs: ranks in processes of their own read from a shaped server, and
+their requests, bytes, start, waits and memory stand beside those that are simulated.
+
+    .venv/bin/python tools/bench/simulate.py           # six minutes; --cases 0 3 for some
+
+Each rank takes a micro-batch every `STEP_SECONDS`, as a training step would. Kernels and modules are
+loaded before. "at first" is the first ten seconds, "later" the second half of the micro-batches; both
+count requests that a page cache answers too. "requests" are those of the server, with the opening. The
+last column says how busy the ranks and the server kept the cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+from tools.bench.object_server import Running, running
+
+SHARDS = 12
+SHARD_TOKENS = {"web": 16_000_000, "code": 8_000_000}
+LENGTH = 1024
+MICRO_BATCH = 8
+LANES = 64
+BLOCK_BYTES = 64 << 10
+STEP_SECONDS = 0.01
+FIRST_SECONDS = 10.0
+CATCH_UP = 0.1
+"""Seconds that a rank may be behind its pace, and runs faster until it is not."""
+NOTHING = 0.01
+"""Of smaller figures no ratio is printed."""
+PLENTY = 1e12
+"""A rate that limits nothing."""
+
+
+class Case(NamedTuple):
+    """A run. bandwidth: bytes a second of a connection; link: of all of them; rate: requests a second
+    of all ranks, beyond which the server refuses. 0: no limit. step: seconds of a micro-batch.
+    in_flight: bytes of a rank: few, so that short runs do not read all of their data at first.
+    """
+
+    title: str
+    ranks: int
+    latency: float = 0.02
+    bandwidth: float = 0.0
+    link: float = 0.0
+    rate: float = 0.0
+    step: float = STEP_SECONDS
+    has_cache: bool = False
+    in_flight: int = 4 << 20
+
+
+CASES = (
+    Case("1 rank, 20 ms", 1),
+    Case("2 ranks, 100 ms, 1 MB/s a connection", 2, 0.1, 1e6),
+    Case("4 ranks, 100 ms, 40 MB/s for all", 4, 0.1, link=40e6),
+    Case("8 ranks, 100 ms", 8, 0.1),
+    Case("8 ranks, 100 ms, 300 requests/s for all", 8, 0.1, rate=300.0),
+    Case("2 ranks, 20 ms, 2 MB/s for all: too slow", 2, link=2e6, in_flight=2 << 20),
+    Case("4 ranks, 20 ms, a page cache", 4, has_cache=True),
+)
+
+
+def write_data(root: Path) -> None:
+    """Datasets of zeros as sparse files, with manifests: only sizes matter."""
+    from streammega.dataset.checksums import CHECK_BYTES
+    from streammega.dataset.idx import index_bytes
+    from streammega.dataset.manifest import Manifest, ShardEntry
+    from streammega.dataset.names import MANIFEST
+
+    root.mkdir(parents=True)
+    for name, tokens in SHARD_TOKENS.items():
+        documents = tokens // 1000
+        sizes = {
+            ".bin": 2 * tokens,
+            ".idx": index_bytes(documents, documents + 1, multimodal=False),
+        }
+        shards = []
+        for number in range(SHARDS):
+            shard = f"{name}-{number:05d}"
+            for suffix, size in sizes.items():
+                with open(root / f"{shard}{suffix}", "wb") as file:
+                    file.truncate(size)
+            checksums = {
+                suffix: ["0" * 32] * -(-size // CHECK_BYTES) for suffix, size in sizes.items()
+            }
+            shards.append(
+                ShardEntry(
+                    name=shard,
+                    documents=documents,
+                    sequences=documents,
+                    tokens=tokens,
+                    bytes=sizes[".bin"],
+                    checksums=checksums[".bin"],
+                    index_bytes=sizes[".idx"],
+                    index_checksums=checksums[".idx"],
+                )
+            )
+        empty = Manifest(kind="bin", dtype="uint16", documents=0, sequences=0, tokens=0, shards=[])
+        (root / f"{name}{MANIFEST}").write_bytes(empty.with_shards(shards).to_json())
+
+
+def config_of(case: Case, batches: int, storage: Any) -> Any:
+    """The data of a case, which ends after so many micro-batches of each rank."""
+    from streammega import DataConfig
+
+    return DataConfig(
+        blend=[("s3://data/web", 0.7), ("s3://data/code", 0.3)],
+        sequence_length=LENGTH,
+        order="stream",
+        shuffle_lanes=LANES,
+        shuffle_block_bytes=BLOCK_BYTES,
+        num_samples=(batches * MICRO_BATCH * case.ranks, 0, 0),
+        storage=storage,
+    )
+
+
+def read(
+    case: Case,
+    rank: int,
+    batches: int,
+    options: dict[str, Any],
+    folder: str,
+    barrier: Any,
+    results: Any,
+) -> None:
+    """One rank, in a process of its own."""
+    from streammega import StorageConfig, StreamLoader
+
+    cache = f"{folder}/pages-{case.title}" if case.has_cache else None
+    storage = StorageConfig(
+        storage_options=options, cache_dir=cache, max_in_flight_bytes=case.in_flight
+    )
+
+    def loader_of(config: Any) -> Any:
+        return StreamLoader(
+            config,
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=MICRO_BATCH * case.ranks,
+            dp_rank=rank,
+            dp_size=case.ranks,
+        )
+
+    # Without the cache, which must be empty, and at once: the server is not shaped yet.
+    with loader_of(config_of(case, 4, StorageConfig(storage_options=options))) as warm:
+        for _ in warm:
+            pass
+    barrier.wait()
+    barrier.wait()  # until the server is shaped
+    busy_before = sum(os.times()[:2])
+    began = time.perf_counter()
+    with loader_of(config_of(case, batches, storage)) as loader:
+        opened = time.perf_counter()
+        marks = []
+        waited = 0.0
+        first = 0.0
+        due = 0.0
+        iterator = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            if next(iterator, None) is None:
+                break
+            now = time.perf_counter()
+            first = first or now - opened
+            waited += now - asked if due else 0.0
+            stats = loader.stats()
+            marks.append((now - opened, stats["requests"], stats["fetched_bytes"]))
+            # what a sleep was too long is made up for, and what was waited for is not
+            due = max(due, now - CATCH_UP) + case.step if due else now + case.step
+            time.sleep(max(0.0, due - time.perf_counter()))
+        ended = time.perf_counter() - opened
+        marks.append((ended, stats["requests"], stats["fetched_bytes"]))
+        held = stats["most_held_bytes"]
+    busy = sum(os.times()[:2]) - busy_before
+    results.put((rank, opened - began, first, waited / ended, marks, held, busy))
+
+
+def measure(case: Case, server: Running, batches: int, folder: str) -> dict[str, float]:
+    """Run the ranks of a case."""
+    server.behave()
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(case.ranks + 1)
+    results = context.Queue()
+    options = server.storage_options
+    arguments = [
+        (case, rank, batches, options, folder, barrier, results) for rank in range(case.ranks)
+    ]
+    processes = [context.Process(target=read, args=words) for words in arguments]
+    for process in processes:
+        process.start()
+    barrier.wait()
+    server.behave(
+        latency=case.latency,
+        latency_of_all=True,
+        bandwidth=case.bandwidth,
+        link=case.link,
+        rate=case.rate,
+        burst=max(1, int(case.rate / 10)),
+    )
+    before = server_seconds(server)
+    counts = server.counts()
+    began = time.perf_counter()
+    barrier.wait()
+    ranks = [results.get(timeout=300) for _ in processes]
+    wall = time.perf_counter() - began
+    answered = sum(server.counts()[name] - counts[name] for name in ("requests", "lists"))
+    busy = sum(rank[-1] for rank in ranks) + server_seconds(server) - before
+    for process in processes:
+        process.join()
+    first = [rates(marks, 0.0, FIRST_SECONDS) for *_, marks, _, _ in ranks]
+    later = [rates(marks, marks[len(marks) // 2][0], marks[-1][0]) for *_, marks, _, _ in ranks]
+    return {
+        "first batch, s": max(rank[1] + rank[2] for rank in ranks),
+        "waits": max(rank[3] for rank in ranks),
+        "requests/s at first": sum(rate[0] for rate in first),
+        "requests/s later": sum(rate[0] for rate in later),
+        "MB/s later": sum(rate[1] for rate in later) / 1e6,
+        "requests": answered,
+        "MB": sum(rank[4][-1][2] for rank in ranks) / 1e6,
+        "memory of a rank, MB": max(rank[5] for rank in ranks) / 1e6,
+        "busy": busy / (wall * (os.cpu_count() or 1)),
+    }
+
+
+def server_seconds(server: Running) -> float:
+    """Seconds of a core that the server has used."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rates(marks: Any, begin: float, end: float) -> tuple[float, float]:
+    """Requests and bytes a second between two times. marks: (time, requests, bytes) so far."""
+    times, requests, nbytes = np.array(marks).T
+    bounds = [begin, end]
+    counted, fetched = np.interp(bounds, times, requests), np.interp(bounds, times, nbytes)
+    if begin == 0:  # nothing was sent before the opening ended
+        counted[0] = fetched[0] = 0
+    seconds = end - begin
+    return float(counted[1] - counted[0]) / seconds, float(fetched[1] - fetched[0]) / seconds
+
+
+def simulate(case: Case, root: Path, batches: int) -> dict[str, float]:
+    """The same figures, simulated."""
+    from streammega import StorageConfig, simulate_reads
+
+    datasets = {
+        f"s3://data/{name}": (root / f"{name}.manifest.json").read_bytes() for name in SHARD_TOKENS
+    }
+    reads = simulate_reads(
+        datasets,
+        config_of(case, batches, StorageConfig(max_in_flight_bytes=case.in_flight)),
+        latency=case.latency,
+        connection_rate=case.bandwidth or PLENTY,
+        rank_rate=case.link / case.ranks or PLENTY,
+        request_rate=case.rate / case.ranks or PLENTY,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * case.ranks,
+        dp_size=case.ranks,
+        dp_ranks=range(case.ranks),
+        num_batches=batches,
+        batch_seconds=case.step,
+        share_pages=case.has_cache,
+    )
+    ranks = reads.ranks
+
+    def rate(begin: float, end: float) -> Any:
+        counted = np.zeros(2)
+        for rank in ranks:
+            is_within = (rank.sent >= begin) & (rank.sent < end)
+            counted += is_within.sum(), rank.nbytes[is_within].sum()
+        return counted / (end - begin)
+
+    end = float(ranks[0].step_end[-1])
+    later = rate(end / 2, end)
+    opening = reads.opening.seconds
+    if case.rate:
+        opening = max(opening, case.ranks * float(reads.opening.requests.sum()) / case.rate)
+    return {
+        "first batch, s": opening + max(rank.first_batch for rank in ranks),
+        "waits": max(float(rank.waited[1:].sum() / rank.step_end[-1]) for rank in ranks),
+        "requests/s at first": rate(0.0, FIRST_SECONDS)[0],
+        "requests/s later": later[0],
+        "MB/s later": later[1] / 1e6,
+        "requests": sum(len(rank.sent) for rank in ranks)
+        + case.ranks * int(reads.opening.requests.sum()),
+        "MB": sum(int(rank.nbytes.sum()) for rank in ranks) / 1e6,
+        "memory of a rank, MB": max(rank.memory_bytes for rank in ranks) / 1e6,
+    }
+
+
+def main() -> int:
+    options = harness.parser(__doc__)
+    options.add_argument("--seconds", type=float, default=40.0, help="of each run (%(default)s)")
+    options.add_argument("--cases", type=int, nargs="+", help="numbers of cases, from 0")
+    chosen = options.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="streammega-simulate-"))
+    try:
+        write_data(folder / "objects" / "data")
+        print(f"{harness.machine()}; each cell: measured, simulated, their ratio\n")
+        cases = [CASES[number] for number in chosen.cases or range(len(CASES))]
+        with running(folder / "objects") as server:
+            for number, case in enumerate(cases):
+                batches = int(chosen.seconds / case.step)
+                measured = measure(case, server, batches, str(folder))
+                simulated = simulate(case, folder / "objects" / "data", batches)
+                if not number:
+                    harness.table("run", *simulated, "cores busy")
+                print_row(case.title, measured, simulated)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def print_row(title: str, measured: dict[str, float], simulated: dict[str, float]) -> None:
+    cells = []
+    for name, forecast in simulated.items():
+        real = measured[name]
+        ratio = f" ({forecast / real:.2f})" if real > NOTHING else ""
+        cells.append(f"{real:.3g}, {forecast:.3g}{ratio}")
+    harness.row(title, *cells, f"{measured['busy']:.0%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
