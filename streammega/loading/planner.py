@@ -498,8 +498,6 @@ class Planner:
         They are written one after the other, from byte `at` of the buffer on.
         """
         step = self.max_request_bytes
-        if stop - start <= step:
-            return [Request(file, start, stop, at)]
         return [
             Request(file, low, min(low + step, stop), at + low - start)
             for low in range(start, stop, step)

@@ -34,6 +34,7 @@ from streammega.loading.engine import Engine
 from streammega.loading.gather import Assembler
 from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
+from streammega.loading.planner import MAX_WASTE as COALESCING_WASTE
 from streammega.loading.planner import FileTable, Planner, largest_gap
 from streammega.loading.read_plan import ReadPlan, plan_reading
 from streammega.loading.stats import Stats
@@ -360,7 +361,9 @@ def test_the_first_blocks_of_an_epoch_fit_beside_the_last_of_the_one_before(
         order="stream",
         shuffle_lanes=lanes,
         shuffle_block_bytes=1 << 14,
-        storage=replace(storage_of(server, "obstore"), memory_bytes=50_000_000),
+        storage=replace(
+            storage_of(server, "obstore"), memory_bytes=50_000_000, max_request_bytes=6000
+        ),
         index_cache_dir=tmp_path,
     )
     steps = StreamLoader(config, micro_batch_size=lanes, global_batch_size=lanes).dataset.steps
@@ -375,6 +378,8 @@ def test_the_first_blocks_of_an_epoch_fit_beside_the_last_of_the_one_before(
     held = sum(sizes[slot] for slot in around_the_end.tolist())
     assert len(around_the_end) > 1.5 * lanes, "a last and a first block of each lane"
     assert held < 1.25 * lanes * max(sizes.values())
+    requests = [request for buffer in window.buffers for request in buffer.requests]
+    assert max(request.stop - request.start for request in requests) == 6000
 
 
 sizes = st.integers(1, 1 << 20)
@@ -397,6 +402,7 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
     memory_bytes: int, more: int, ahead: int,
 ) -> None:  # fmt: skip
     batch = BatchSize(samples, 1, stored, (ids, 8 * samples), tuple(fields))
+    assert batch.fetched(samples) >= samples * stored * (1 + COALESCING_WASTE)
     wanted = [BlockSize(number, size) for number, size in enumerate(blocks)]
     plans: list[MemoryPlan | None] = []
     for memory in (memory_bytes, memory_bytes + more):

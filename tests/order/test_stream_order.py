@@ -220,6 +220,20 @@ def test_keyed_permutations_are_permutations_with_an_inverse(size: int, key: int
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "images"),
+    [
+        (31, [29, 19, 13, 16, 22, 26, 7, 2]),
+        (32, [29, 19, 13, 16, 22, 26, 7, 2]),
+        (33, [16, 24, 20, 26, 28, 19, 1, 27]),
+    ],
+)
+def test_golden_permutations(size: int, images: list[int]) -> None:
+    """Shuffles up to 32 numbers, walks beyond."""
+    key = np.uint64(1)
+    assert [permute(np.int64(x), np.int64(size), key) for x in range(8)] == images
+
+
 @pytest.mark.guarantee("tiny-permutations-put")
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 31, 33, 64, 100])
 def test_keyed_permutations_put_every_element_everywhere(size: int) -> None:
