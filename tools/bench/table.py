@@ -452,7 +452,7 @@ def stalls(chosen: Chosen) -> None:
 @FIGURES.figure(by_default=False)
 def busy_stalls(chosen: Chosen) -> None:
     """The same with a main thread that computes in Python all the time."""
-    waits_of(chosen, "stalls beside a busy main thread", busy=True)
+    waits_of(chosen, "stalls with a busy main thread", busy=True)
 
 
 @FIGURES.figure(by_default=False)
