@@ -82,7 +82,9 @@ def examination_text(report: Report) -> str:
     ]
     if rates:
         lines += ["", as_text({"requests": rates})]
-    return "\n".join([*lines, "", *storage_toml(report["storage"], report["hidden_options"])])
+    if rates or not report["faults"]:  # where nothing could be read, it is unknown what fits
+        lines += ["", *storage_toml(report["storage"], report["hidden_options"])]
+    return "\n".join(lines)
 
 
 def storage_toml(settings: Mapping[str, Any], hidden_options: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 
 from streammega import StorageConfig, StreamLoader
 from streammega.apps import checks
+from streammega.apps.doctor import examination_text
 from streammega.cli.main import main
 from streammega.storage import open_store
 from streammega.train.config import load_run
@@ -227,6 +228,7 @@ def test_no_server_is_one_fault(endpoint: str, check: str, words: str, examine: 
     assert status_of(findings) == {check: "fault"}
     assert words in findings[check]["result"]
     assert f"data: first mend: {check}" in report["not_checked"]
+    assert "run's file" not in examination_text(report), "nothing was measured"
 
 
 def test_a_server_that_accepts_and_never_answers_ends_in_time(examine: Any) -> None:
