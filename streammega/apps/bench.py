@@ -156,7 +156,9 @@ def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator
         pin_memory=False,
     ) as loader:
         opened = time.monotonic() - began
-        tokens = next(loader)["tokens"].numel()
+        if next(loader, None) is None:
+            raise ConfigError(f"{setup.name}: holds no global batch; give more data or num_samples")
+        tokens = setup.micro_batch_size * setup.data.sequence_length
         first = time.monotonic() - began
         yield {"tokens_of_a_batch": tokens, "open_seconds": opened, "first_batch_seconds": first}
         # without a need all of the time is for full speed

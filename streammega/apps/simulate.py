@@ -6,6 +6,7 @@ cluster, and prices them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ START_SECONDS = 10.0
 SHOWN_PREFIXES = 5
 BLEND_FILE = ".toml"
 MAX_DATASETS = 32_766
+MAX_SHARDS = 1_000_000
+"""Most shards of a dataset: each has an entry in a manifest in memory."""
 _NUMBER = re.compile(r"\d+(\.\d*)?(e-?\d+)?|\.\d+")
 _SIZED = re.compile(r"(?P<name>[^=]+)=(?P<tokens>[^*=/]+)(?:\*(?P<count>\d+))?")
 
@@ -200,6 +203,8 @@ def _read_blend(words: Sequence[str], storage: StorageConfig) -> list[Dataset]:
     for word in words:
         if _NUMBER.fullmatch(word):
             weight = float(word)
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"the weight {word} is not a positive number; give another")
             continue
         sized = _SIZED.fullmatch(word)
         if sized is None:
@@ -254,15 +259,20 @@ def _stored_dataset(name: str, weight: float | None, storage: StorageConfig) -> 
 def _count(text: str, where: str) -> int:
     """A number of tokens: 15T, 2.5G, 1000000. Raises ConfigError."""
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgbt]?)", text.strip().lower())
-    count = int(float(parsed[1]) * DECIMAL[parsed[2]]) if parsed else 0
-    if not 0 < count < 2**60:
+    count = float(parsed[1]) * DECIMAL[parsed[2]] if parsed else 0.0
+    if not 1 <= count < 2**60:
         raise ConfigError(f"{where}: {text!r} is no number of tokens; write 15T, 2.5G or 1000000")
-    return count
+    return int(count)
 
 
 def _shards_of(tokens: int, shard_tokens: int) -> list[int]:
     """The tokens of each shard of a dataset, all of about one size."""
     count = -(-tokens // shard_tokens)
+    if count > MAX_SHARDS:
+        raise ConfigError(
+            f"a dataset would have {count:,} shards of {shard_tokens:,} tokens, and at most "
+            f"{MAX_SHARDS:,} are simulated; give a larger shard_tokens (--shard-tokens)"
+        )
     return [tokens * (number + 1) // count - tokens * number // count for number in range(count)]
 
 
@@ -367,7 +377,7 @@ def _simulate(datasets: Sequence[Dataset], run: Run) -> SimulatedReads:
 
 
 def _row(value: float, unit: str, basis: str) -> dict[str, Any]:
-    """A figure. Whole numbers stay whole; others keep what they are good for."""
+    """A figure with its unit, and whether it was counted, sampled or follows from the model."""
     return {"value": value, "unit": unit, "basis": basis}
 
 

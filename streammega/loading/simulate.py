@@ -158,12 +158,18 @@ def simulate_reads(
     """
     if not ORDERS[config.order].has_lanes or config.phases or config.blend_schedule:
         raise ConfigError("only the stream order without phases is simulated; set order='stream'")
+    rates = min(connection_rate, rank_rate, request_rate, batch_seconds)
+    if rates <= 0 or latency < 0 or num_batches < 1:
+        raise ConfigError(
+            "rates, batch_seconds and num_batches are positive, latency is not negative"
+        )
+    if not dp_ranks or not all(0 <= rank < dp_size for rank in dp_ranks):
+        raise ConfigError(f"dp_ranks is {list(dp_ranks)}; name ranks from 0 to {dp_size - 1}")
     names, weights = parse_blend(config.blend or "")
     missing = [name for name in names if name not in datasets]
     if missing:
         raise ConfigError(f"{missing[0]} of the blend has no size; give one, or leave it out")
     bucket = SimulatedBucket({name: datasets[name] for name in names}, dtype)
-    register_scheme(SCHEME, lambda: bucket)
     urls = [bucket.url(name) for name in bucket.names]
     blend: Any = urls if weights is None else list(zip(urls, weights, strict=True))
     config = replace(

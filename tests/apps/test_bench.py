@@ -114,6 +114,8 @@ def test_a_run_file_is_measured_with_settings_over_it(
     report = json.loads(capsys.readouterr().out)
     assert report["order"] == "megatron"
     assert report["tokens_of_a_batch"] == 4 * 16
+    assert main([*command, 'data.fields=["labels"]']) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_of_a_batch"] == 4 * 16
     assert main([*command, "--sequence-length", "8"]) == 1
     assert "write section.name=value" in capsys.readouterr().err
 

@@ -171,6 +171,25 @@ def test_what_cannot_be_simulated_is_refused(
         simulate(config, datasets or sizes(config, 20_000))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"latency": -1.0},
+        {"connection_rate": 0.0},
+        {"rank_rate": -1.0},
+        {"request_rate": 0.0},
+        {"batch_seconds": 0.0},
+        {"num_batches": 0},
+        {"dp_ranks": []},
+        {"dp_ranks": [0, 99]},
+    ],
+)
+def test_arguments_that_no_cluster_has_are_refused(wrong: dict[str, Any]) -> None:
+    config = config_of(StorageConfig(), "s3://bucket")
+    with pytest.raises(StreammegaError, match=r"dp_ranks|positive"):
+        simulate(config, sizes(config, 20_000), **wrong)
+
+
 def test_compressed_shards_are_refused_with_what_to_do(tmp_path: Path) -> None:
     write_dataset(tmp_path / "web", [np.arange(100, dtype=np.uint16)])
     write_manifest(tmp_path / "web", ["web"])
