@@ -331,9 +331,8 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
         if len(prefixes) <= MAX_LOOKED_UP:
             continue
         store, key = open_store(prefixes[0], storage)
-        if prefixes[0].endswith(
-            key
-        ):  # a store of a registered scheme has no bucket before its keys
+        # A store of a registered scheme has no bucket before its keys.
+        if prefixes[0].endswith(key):
             root = prefixes[0].removesuffix(key)
         # In the order of their objects, all of whose names go on with a dot.
         keys = sorted((prefix[len(root) :] for prefix in prefixes), key=lambda key: f"{key}.")

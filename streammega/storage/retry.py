@@ -135,7 +135,8 @@ class RetryPolicy:
                 hint = "" if never_answered else inner_note.partition("]")[2]
                 error.args = (message + note + hint, *error.args[1:])
             raise error from None
-        if elapsed >= WARN_AFTER_S <= remaining:  # else the error follows soon
+        # Without so much time left the error follows soon.
+        if min(elapsed, remaining) >= WARN_AFTER_S:
             setting = "retry_timeout" if deadline == self.deadline else "connect_deadline"
             until = f"{deadline:.0f} s ({setting})"
             if self.retries is not None:

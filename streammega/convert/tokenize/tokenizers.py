@@ -629,7 +629,9 @@ def _load_huggingface(name: str) -> Any:
     if not os.path.isfile(name):
         _check_is_no_path(name)
         # its warnings, one for each of its tries, say what the error below does
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        hub_log = logging.getLogger("huggingface_hub")
+        level = hub_log.level
+        hub_log.setLevel(logging.ERROR)
         try:
             return Model.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception
@@ -638,6 +640,8 @@ def _load_huggingface(name: str) -> Any:
                 f"{name}: neither a file nor a tokenizer that the hub could give "
                 f"({first_line[:200]}); give the path of a tokenizer.json"
             ) from None
+        finally:
+            hub_log.setLevel(level)
     try:
         return Model.from_file(name)
     except Exception as error:
