@@ -247,7 +247,7 @@ class SimulatedBucket(Store):
         self.start_counting(0.0)
         register_scheme(SCHEME, lambda: self)
         for number, (name, dataset) in enumerate(zip(self.names, datasets.values(), strict=True)):
-            body = dataset if isinstance(dataset, bytes) else _make_manifest(name, dataset, dtype)
+            body = dataset if isinstance(dataset, bytes) else make_manifest(name, dataset, dtype)
             self._bodies[name + MANIFEST] = body
             self._add(name + MANIFEST, len(body), number)
             url = self.url(name + MANIFEST)
@@ -337,7 +337,7 @@ def _key_of(name: str) -> str:
     return key if "/" in key else f"bucket/{key}"
 
 
-def _make_manifest(name: str, shard_tokens: Sequence[int], dtype: str) -> bytes:
+def make_manifest(name: str, shard_tokens: Sequence[int], dtype: str) -> bytes:
     """The manifest that `streammega convert` would write, with documents of DOCUMENT_TOKENS."""
     shards = []
     for number, tokens in enumerate(shard_tokens):

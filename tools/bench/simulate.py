@@ -73,41 +73,19 @@ CASES = (
 
 def write_data(root: Path) -> None:
     """Datasets of zeros as sparse files, with manifests: only sizes matter."""
-    from streammega.dataset.checksums import CHECK_BYTES
-    from streammega.dataset.idx import index_bytes
-    from streammega.dataset.manifest import Manifest, ShardEntry
+    from streammega import StorageConfig
+    from streammega.dataset.manifest import read_manifest
     from streammega.dataset.names import MANIFEST
+    from streammega.loading.simulate import make_manifest
 
     root.mkdir(parents=True)
     for name, tokens in SHARD_TOKENS.items():
-        documents = tokens // 1000
-        sizes = {
-            ".bin": 2 * tokens,
-            ".idx": index_bytes(documents, documents + 1, multimodal=False),
-        }
-        shards = []
-        for number in range(SHARDS):
-            shard = f"{name}-{number:05d}"
-            for suffix, size in sizes.items():
-                with open(root / f"{shard}{suffix}", "wb") as file:
+        manifest = root / f"{name}{MANIFEST}"
+        manifest.write_bytes(make_manifest(name, [tokens] * SHARDS, "uint16"))
+        for shard in read_manifest(str(manifest), StorageConfig()).shards:
+            for suffix, size in ((".bin", shard.bytes), (".idx", shard.index_bytes)):
+                with open(root / f"{shard.name}{suffix}", "wb") as file:
                     file.truncate(size)
-            checksums = {
-                suffix: ["0" * 32] * -(-size // CHECK_BYTES) for suffix, size in sizes.items()
-            }
-            shards.append(
-                ShardEntry(
-                    name=shard,
-                    documents=documents,
-                    sequences=documents,
-                    tokens=tokens,
-                    bytes=sizes[".bin"],
-                    checksums=checksums[".bin"],
-                    index_bytes=sizes[".idx"],
-                    index_checksums=checksums[".idx"],
-                )
-            )
-        empty = Manifest(kind="bin", dtype="uint16", documents=0, sequences=0, tokens=0, shards=[])
-        (root / f"{name}{MANIFEST}").write_bytes(empty.with_shards(shards).to_json())
 
 
 def config_of(case: Case, batches: int, storage: Any) -> Any:
