@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from streammega.samples import SFTDataset as SFTDataset
     from streammega.samples import build_datasets as build_datasets
     from streammega.samples import locate as locate
+    from streammega.samples.document_names import DocumentName as DocumentName
     from streammega.samples.fields import attention_mask as attention_mask
     from streammega.samples.fields import batch_fields as batch_fields
     from streammega.samples.fields import cu_seqlens as cu_seqlens
     from streammega.samples.fields import loss_mask as loss_mask
     from streammega.samples.fields import position_ids as position_ids
     from streammega.samples.provenance import Provenance as Provenance
+    from streammega.samples.usage import sample_usage as sample_usage
 
 __version__ = "0.2.0"
 
@@ -72,6 +74,8 @@ _HOMES = {
     "loss_mask": "streammega.samples.fields",
     "position_ids": "streammega.samples.fields",
     "Provenance": "streammega.samples.provenance",
+    "DocumentName": "streammega.samples.document_names",
+    "sample_usage": "streammega.samples.usage",
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",

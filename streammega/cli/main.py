@@ -16,6 +16,7 @@ import streammega
 from streammega.apps.bench import bench
 from streammega.apps.doctor import doctor
 from streammega.apps.simulate import simulate
+from streammega.apps.view import view
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.datasets import (
     append,
@@ -172,6 +173,11 @@ COMMANDS = {
             "streammega trace run.toml --step 3",
             "streammega trace run.toml --find 's3://bucket/web#17'",
         ),
+    ),
+    "view": Command(
+        view,
+        UNDERSTAND,
+        ("streammega view run.toml", "streammega view s3://bucket/web --port 8000"),
     ),
     "diff-orders": Command(diff_orders, UNDERSTAND, ("streammega diff-orders old.toml new.toml",)),
     "plot": Command(plot, UNDERSTAND, ("streammega plot runs/one",)),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from streammega.convert.run import convert_task as convert_task
     from streammega.convert.run import merge_tasks as merge_tasks
     from streammega.convert.tokenize.chat import ChatEncoder as ChatEncoder
+    from streammega.convert.tokenize.tokenizers import load_tokenizer as load_tokenizer
     from streammega.storage.progress import ProgressObserver as ProgressObserver
 
 # Loaded at first use: the command line takes its flags from `options`, and starts without the rest.
@@ -31,6 +32,7 @@ _HOMES = {
     "convert": "streammega.convert.run",
     "convert_task": "streammega.convert.run",
     "merge_tasks": "streammega.convert.run",
+    "load_tokenizer": "streammega.convert.tokenize.tokenizers",
 }
 
 __all__ = [*_HOMES]

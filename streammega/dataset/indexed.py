@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from streammega.config import MiB, StorageConfig, local_folder
 from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined_index
+from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.headers import content_digest, end_shards, read_ends
 from streammega.dataset.idx import IndexArrays
 from streammega.dataset.local_cache import default_cache_dir
 from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
 from streammega.dataset.names import strip_suffix
+from streammega.dataset.provenance import DocumentOrigin
 from streammega.dataset.resolve import open_resolved
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
@@ -321,6 +323,24 @@ class IndexedDataset(Sequence["Item"]):
     def tokenizers(self) -> set[TokenizerLabel]:
         """The tokenizers of its shards, as far as manifests name them."""
         return tokenizers_of(self._shards, self._name)
+
+    @cached_property
+    def _documents(self) -> tuple[list[ShardDocuments], NDArray[np.int64]]:
+        """The documents of each shard, and the number of the first one of each, in all shards."""
+        shards = [ShardDocuments(shard) for shard in self._shards]
+        return shards, np.cumsum([0, *(shard.num_documents for shard in shards)])
+
+    def origin(self, document: int) -> DocumentOrigin | None:
+        """Where a document came from; None if its shard does not keep that (convert --provenance).
+
+        Raises IndexError for a number that no document has.
+        """
+        shards, firsts = self._documents
+        if not 0 <= document < firsts[-1]:
+            raise IndexError(f"document {document} of {firsts[-1]} in {redact_urls(self.prefix)}")
+        shard = int(np.searchsorted(firsts, document, side="right")) - 1
+        stored = shards[shard].origins
+        return None if stored is None else stored[document - int(firsts[shard])]
 
     @property
     def path_prefix(self) -> str:

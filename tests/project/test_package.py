@@ -62,7 +62,7 @@ def sources() -> set[str]:
     return {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "streammega").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".css") or path.name == "py.typed"
     }
 
 

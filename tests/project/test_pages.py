@@ -249,6 +249,7 @@ sys.exit(any(name in sys.modules for name in ("torch", "webdataset")))
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FEATURES = {
+    "flask": "view",
     "matplotlib": "plot",
     "oss2": "oss",
     "prometheus_client": "metrics",
@@ -267,6 +268,7 @@ BROUGHT_BY_OTHERS = {
     "llvmlite": "numba",
     "huggingface_hub": "tokenizers",
     "rich": "typer",
+    "werkzeug": "flask",
 }
 
 FRAMEWORKS = {"megatron", "torchdata", "torchtitan", "transformers"}

@@ -52,6 +52,8 @@ PUBLIC_FOR_APPS = (
     "streammega.dataset",
     "streammega.order",
     "streammega.errors",
+    "streammega.config",
+    "streammega.convert",
     "streammega.train.config",
 )
 """Modules whose `__all__` `apps` may import."""
@@ -60,8 +62,12 @@ COMMAND_LINE_KIT = (
     "streammega.cli.options",
     "streammega.cli.render",
     "streammega.cli.progress",
+    "streammega.errors.extras",
+    "streammega.errors.redaction",
 )
-"""What every command uses: the checks of its settings, its options, its report, its progress."""
+"""What every command uses: the checks of its settings, its options, its report, its progress,
+packages of extras, and names without secrets.
+"""
 
 
 def unit_of(path: Path) -> str:
