@@ -27,6 +27,7 @@ from streammega.cli.options import (
 )
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.extras import import_extra
+from streammega.errors.process import describe_defect
 
 if TYPE_CHECKING:
     from flask import Flask, Response
@@ -192,8 +193,17 @@ def make_app(pages: Pages, token: str) -> Flask:
         status = 404 if isinstance(error, ConfigError) else 502
         return show("error.html", {"message": str(error)}), status
 
+    @app.errorhandler(OSError)
+    def name(error: OSError) -> tuple[str, int]:
+        message = f"{error.filename or 'i/o'}: {error.strerror or error}"
+        return show("error.html", {"message": message}), 502
+
     @app.errorhandler(HTTPException)
     def refuse(error: HTTPException) -> tuple[str, int]:
         return show("error.html", {"message": error.description}), error.code or 500
+
+    @app.errorhandler(Exception)
+    def describe(error: Exception) -> tuple[str, int]:
+        return show("error.html", {"message": describe_defect(error)}), 500
 
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -76,36 +76,27 @@ class SearchResult(NamedTuple):
     rest: tuple[int, int] | None
 
 
-class Dataset:
-    """A dataset and the tokenizer that decodes it. Raises what IndexedDataset raises.
+class Decoder:
+    """Ids to text, by a tokenizer.
 
-    tokenizer: its name; None: the one that the manifest names. note: why ids are shown, or why the
-    text may be wrong.
+    labels: of the tokenizers that manifests name. chosen: the name of another one. name: of what
+    decodes, or of those that manifests name. note: why ids are shown, or why the text may be wrong.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        storage: StorageConfig,
-        cache_dir: str | Path | None,
-        tokenizer: str | None,
-    ) -> None:
-        self.name = redact_urls(prefix)
-        self.indexed = IndexedDataset(prefix, storage=storage, index_cache_dir=cache_dir)
+    def __init__(self, labels: Collection[Any], chosen: str | None) -> None:
+        self.name = redact_urls(chosen or ", ".join(sorted(label.name for label in labels)))
         self.note = ""
-        self.model = self._load(tokenizer)
+        self.model = self._load(sorted(labels, key=str), chosen)
 
-    def _load(self, chosen: str | None) -> Any:
+    def _load(self, labels: Sequence[Any], chosen: str | None) -> Any:
         """The tokenizer; None where there is none."""
-        labels = sorted(self.indexed.tokenizers, key=str)
         if chosen is None and len(labels) != 1:
             self.note = "No manifest names the tokenizer, so ids are shown; name it by --tokenizer."
             if labels:
-                names = ", ".join(map(str, labels))
-                self.note = f"It has several tokenizers ({names}), so ids are shown; name one by --tokenizer."
+                self.note = "Its manifests name several tokenizers, so ids are shown; name one by --tokenizer."
             return None
         try:
-            model = load_tokenizer(chosen or labels[0].name)
+            model = _load_tokenizer(chosen or labels[0].name)
         except (ObjectNotFoundError, ConvertError, ConfigError) as error:
             if chosen is not None:
                 raise
@@ -120,6 +111,32 @@ class Dataset:
             )
         return model
 
+    def text(self, ids: Ids) -> str:
+        """The text of ids; the ids where no tokenizer decodes them."""
+        if self.model is None or not len(ids) or int(ids.max()) >= self.model.vocab_size:
+            return f" {' '.join(map(str, ids.tolist()))} "
+        decoded: str = self.model.decode(ids.tolist())
+        return decoded
+
+
+_load_tokenizer = lru_cache(16)(load_tokenizer)
+"""Datasets of a run share their tokenizer."""
+
+
+class Dataset:
+    """A dataset by itself. Raises what IndexedDataset raises. tokenizer: as `chosen` of Decoder."""
+
+    def __init__(
+        self,
+        prefix: str,
+        storage: StorageConfig,
+        cache_dir: str | Path | None,
+        tokenizer: str | None,
+    ) -> None:
+        self.name = redact_urls(prefix)
+        self.indexed = IndexedDataset(prefix, storage=storage, index_cache_dir=cache_dir)
+        self.decoder = Decoder(self.indexed.tokenizers, tokenizer)
+
     @property
     def num_documents(self) -> int:
         """How many documents it has."""
@@ -129,13 +146,6 @@ class Dataset:
     def num_tokens(self) -> int:
         """How many tokens its documents have."""
         return int(self.indexed.sequence_lengths.sum(dtype=np.int64))
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The tokenizer that decodes it, or those that its manifests name."""
-        if self.model is not None:
-            return redact_urls(self.model.name)
-        return ", ".join(sorted(redact_urls(label.name) for label in self.indexed.tokenizers))
 
     def sequences(self, document: int) -> range:
         """The numbers of a document's sequences."""
@@ -158,13 +168,17 @@ class Dataset:
         modes = self.indexed.sequence_modes
         if modes is None:
             ids = self._read(document, start, stop)
-            return [Part(start, start + len(ids), None, None, self.text(ids))] if len(ids) else []
+            return (
+                [Part(start, start + len(ids), None, None, self.decoder.text(ids))]
+                if len(ids)
+                else []
+            )
         learned = self.indexed.loss_modes
         parts = []
         for sequence, first, ids in self._ranges(document, start, stop):
             mode = int(modes[sequence])
             is_learned = None if learned is None else mode in learned
-            parts.append(Part(first, first + len(ids), mode, is_learned, self.text(ids)))
+            parts.append(Part(first, first + len(ids), mode, is_learned, self.decoder.text(ids)))
         return parts
 
     def head(self, document: int) -> str:
@@ -172,19 +186,12 @@ class Dataset:
         parts = self.parts(document, 0, min(HEAD, self.length(document)))
         return "".join(part.text for part in parts)
 
-    def text(self, ids: Ids) -> str:
-        """The text of ids; ids where no tokenizer decodes them."""
-        if self.model is None or not len(ids) or int(ids.max()) >= self.model.vocab_size:
-            return f" {' '.join(map(str, ids.tolist()))} "
-        decoded: str = self.model.decode(ids.tolist())
-        return decoded
-
     def search(self, wanted: str, document: int, token: int) -> SearchResult:
         """Places of a text from a token of a document on, in one portion of the dataset.
 
         Without a tokenizer the text is ids. Decodes all that it reads, so no place is missed.
         """
-        if self.model is None:
+        if self.decoder.model is None:
             wanted = f" {' '.join(wanted.split())} "
         overlap = len(wanted.encode())  # no token is shorter than a byte
         deadline = time.monotonic() + PORTION_SECONDS
@@ -195,10 +202,10 @@ class Dataset:
             for begin in range(0, min(len(ids), PIECE), WINDOW):
                 window = ids[begin : begin + WINDOW + overlap]
                 count = min(WINDOW, length - first - begin)
-                text = self.text(window)
+                text = self.decoder.text(window)
                 place = text.find(wanted)
                 # one that begins after those ids is found with the next ones
-                if place >= 0 and place < len(self.text(window[:count])):
+                if place >= 0 and place < len(self.decoder.text(window[:count])):
                     stop = place + len(wanted)
                     before = text[max(0, place - AROUND) : place]
                     after = text[stop : stop + AROUND]
@@ -302,6 +309,8 @@ class Run:
         self.last_step = train.train_iters
         self._tokenizer = tokenizer
         self.dataset = lru_cache(MAX_OPEN)(self._open)
+        self.decoder = lru_cache(None)(self._decoder)
+        self.first_documents = lru_cache(None)(self._first_documents)
         self.reader = lru_cache(MAX_OPEN)(self._reader)
 
     def _open(self, number: int) -> Dataset:
@@ -322,17 +331,20 @@ class Run:
             dp_size=ranks,
         )
 
-    def first_document(self, dataset: int, shard: int) -> int:
-        """The number in its dataset of the first document of a shard."""
-        return sum(item.num_documents for item in self.provenance.shards(dataset)[:shard])
+    def _decoder(self, number: int) -> Decoder:
+        """What decodes one of its datasets."""
+        return Decoder(self.provenance.tokenizers(number), self._tokenizer)
+
+    def _first_documents(self, dataset: int) -> NDArray[np.int64]:
+        """The number in a dataset of the first document of each shard; last, how many it has."""
+        sizes = [shard.num_documents for shard in self.provenance.shards(dataset)]
+        return np.cumsum([0, *sizes], dtype=np.int64)
 
     def document_name(self, dataset: int, document: int) -> DocumentName:
         """A document of a dataset by its shard."""
-        for number, shard in enumerate(self.provenance.shards(dataset)):
-            if document < shard.num_documents:
-                return DocumentName(dataset, number, document)
-            document -= shard.num_documents
-        raise ConfigError(f"there is no document {document} beyond the last shard")
+        firsts = self.first_documents(dataset)
+        shard = int(np.searchsorted(firsts, document, side="right")) - 1
+        return DocumentName(dataset, shard, document - int(firsts[shard]))
 
     @cached_property
     def phases(self) -> Sequence[Any]:
@@ -398,7 +410,7 @@ class Run:
             if low >= high:
                 continue
             run = traced.runs[number]
-            text = self.dataset(run.name.dataset).text
+            text = self.decoder(run.name.dataset).text
             cuts = np.flatnonzero(np.diff(learned[low:high])) + low + 1
             edges = [low, *cuts.tolist(), high]
             for begin, end in zip(edges[:-1], edges[1:], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,11 +85,10 @@ class Pages:
         first = _number("first", arguments.get("first", "0"), 0, self.num_datasets - 1)
         numbers = range(first, min(first + ROWS, self.num_datasets))
         with ThreadPoolExecutor(READERS) as pool:
-            datasets = list(pool.map(run.dataset, numbers))
-        taken = [_taken(run, run.provenance.dataset_name(number)) for number in numbers]
+            rows = list(pool.map(functools.partial(_dataset_row, run), numbers))
         return {
             "facts": _facts(run),
-            "rows": list(zip(numbers, datasets, taken, strict=True)),
+            "rows": rows,
             "pages": _pages(first, ROWS, self.num_datasets),
             "phases": [_phase_row(run, number) for number in range(len(run.phases))],
             "figure": _figure(run),
@@ -129,7 +129,8 @@ class Pages:
         assert run is not None
         documents = []
         for part in sample.traced.runs:
-            number = run.first_document(part.name.dataset, part.name.shard) + part.name.document
+            firsts = run.first_documents(part.name.dataset)
+            number = int(firsts[part.name.shard]) + part.name.document
             page = part.start - part.start % WINDOW
             documents.append(
                 {
@@ -273,10 +274,21 @@ def _lengths(run: Run) -> str:
     return " then ".join(f"{length:,}" for length in lengths)
 
 
-def _taken(run: Run, name: str) -> dict[str, Any]:
-    """What a run takes from a dataset: its samples, its epochs at the end, its first share."""
+def _dataset_row(run: Run, number: int) -> dict[str, Any]:
+    """A dataset of a run, and what the run takes from it.
+
+    Its sizes are those of manifests where it has them: a whole .idx is read for documents alone.
+    """
+    name = run.provenance.dataset_name(number)
+    shards = run.provenance.shards(number)
     entries = [item for phase in run.phases for item in phase.datasets if item.dataset == name]
     return {
+        "number": number,
+        "name": name,
+        "documents": int(run.first_documents(number)[-1]),
+        "tokens": sum(shard.num_tokens for shard in shards),
+        "dtype": shards[0].dtype,
+        "tokenizer": run.decoder(number).name,
         "samples": sum(item.samples for item in entries),
         "epochs": entries[-1].epochs[1] if entries else 0.0,
         "share": entries[0].share if entries else 0.0,

@@ -55,12 +55,15 @@ class ShardDocuments:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of its tokens, as they are stored."""
-        return self._arrays.dtype.newbyteorder("<")
+        manifest = self.shard.manifest
+        dtype = self._arrays.dtype if manifest is None else manifest.token_dtype
+        return dtype.newbyteorder("<")
 
     @property
     def num_documents(self) -> int:
-        """How many documents it has."""
-        return self._arrays.num_documents
+        """How many documents it has: by its manifest, so that a remote `.idx` is not copied for it."""
+        entry = self.shard.entry
+        return self._arrays.num_documents if entry is None else entry.documents
 
     @property
     def num_sequences(self) -> int:
@@ -71,7 +74,7 @@ class ShardDocuments:
     def num_tokens(self) -> int:
         """How many tokens it has."""
         _, info = self.shard.tokens()
-        return info.size // self._arrays.dtype.itemsize
+        return info.size // self.dtype.itemsize
 
     @cached_property
     def origins(self) -> ProvenanceReader | None:

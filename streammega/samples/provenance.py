@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
+from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -203,6 +204,11 @@ class Provenance:
     def dataset_names(self) -> list[str]:
         """The names of all datasets, as the config has them, without secrets."""
         return [self.dataset_name(dataset) for dataset in range(len(self.datasets))]
+
+    def tokenizers(self, dataset: int) -> set[TokenizerLabel]:
+        """The tokenizers of a dataset, as far as manifests name them."""
+        shards = [documents.shard for documents in self.shards(dataset)]
+        return tokenizers_of(shards, self.datasets[dataset])
 
     def shard_name(self, dataset: int, shard: int) -> str:
         """A shard's name, without secrets: what `find` takes."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import http.client
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,7 +30,13 @@ from streammega.apps.view_data import Dataset, Run
 from streammega.apps.view_pages import Pages
 from streammega.cli.main import main
 from streammega.train.config import load_run
-from tests.support.builders import convert_bytes, write_dataset, write_jsonl, write_run_file
+from tests.support.builders import (
+    convert_bytes,
+    write_dataset,
+    write_jsonl,
+    write_manifest,
+    write_run_file,
+)
 from tests.support.servers import KEY, S3, SECRET
 from tools.bench.object_server import running
 
@@ -98,7 +107,7 @@ def site(run: Run) -> FlaskClient:
 
 def text_of(page: str) -> str:
     """What a reader sees of a page, without its style."""
-    body = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    body = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL).replace("</td><td", "</td> <td")
     return html.unescape(re.sub(r"<[^>]*>", "", body))
 
 
@@ -181,7 +190,7 @@ def test_samples_are_the_batches_of_each_rank(
             batch = {name: value.numpy() for name, value in dataset.batch(position).items()}
             for row, sample in enumerate(rows):
                 ids = np.append(batch["tokens"][row], batch["labels"][row][-1])
-                decode = run.dataset(0).text
+                decode = run.decoder(0).text
                 bounds = np.cumsum([0, *(span.tokens for span in sample.spans)])
                 assert bounds[-1] == len(ids)
                 for span, start in zip(sample.spans, bounds[:-1], strict=True):
@@ -203,7 +212,7 @@ def test_masks_and_ends_of_documents_are_seen_without_colours(site: FlaskClient,
         for sample in run.samples(step, 0, 1, range(4), (0, view_data.WINDOW)):
             begins = page[page.index(f"<h2>Sample {sample.number}</h2>") :].split("</section>")[0]
             tokens = begins[begins.index('<div class="tokens">') :]
-            assert tokens.count("■ end") == sum(span.ends for span in sample.spans)
+            assert tokens.count("■&nbsp;end") == sum(span.ends for span in sample.spans)
             assert tokens.count("<a class") == sum(span.begins for span in sample.spans)
             assert tokens.count("unlearned") == sum(not span.is_learned for span in sample.spans)
     assert "How to read it" in page
@@ -242,7 +251,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, tmp_path: Path) ->
     gone = manifest.replace('"name": "bytes"', '"name": "gone/tokenizer.json"')
     assert gone != manifest
     Path(f"{tmp_path}/code.manifest.json").write_text(gone)
-    note = Dataset(f"{tmp_path}/code", StorageConfig(), None, None).note
+    note = Dataset(f"{tmp_path}/code", StorageConfig(), None, None).decoder.note
     assert "cannot be loaded" in note
     assert "--tokenizer" in note
 
@@ -291,6 +300,24 @@ def test_pages_read_what_they_show_and_not_the_whole(
             assert site.get(path).status_code == 200
             assert server.counts()["bytes"] - before <= most
     assert 100 * 50_000 * 2 > 8 * 1_200_000
+
+
+@pytest.mark.guarantee("view-reads-portions")
+def test_a_run_shows_sizes_by_manifests_and_copies_no_index(tmp_path: Path) -> None:
+    folder = tmp_path / "root" / "data"
+    write_dataset(folder / "web", [np.arange(4)] * 50_000)
+    write_manifest(folder / "web", ["web"])
+    index_bytes = (folder / "web.idx").stat().st_size
+    with running(tmp_path / "root") as server:
+        run_file = write_run_file(
+            tmp_path,
+            data={"blend": ["s3://data/web"], "order": "stream", "split": "1,0,0"},
+            train={"train_iters": 4},
+            **{"data.storage.storage_options": server.storage_options},
+        )
+        site = client_of(Run(run_file, [], None))
+        assert "50,000 200,000 uint16" in " ".join(shown(site, "/").replace("\n", " ").split())
+        assert server.counts()["bytes"] < index_bytes / 10
 
 
 @pytest.mark.guarantee("view-needs-token")
@@ -382,6 +409,20 @@ def test_secrets_are_in_no_page(moto: S3, tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.guarantee("view-errors")
+def test_a_defect_is_a_page_without_a_traceback(
+    site: FlaskClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(Dataset, "length", fail)
+    answer = site.get("/dataset/0/document/1")
+    assert answer.status_code == 500
+    assert "ValueError" in text_of(answer.text)
+    assert "Traceback" not in answer.text + capsys.readouterr().err
+
+
+@pytest.mark.guarantee("view-errors")
 def test_without_flask_the_message_names_the_extra(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -448,6 +489,40 @@ def test_the_command_serves_this_machine_alone_logs_no_token_and_ends_at_once(
     assert process.returncode == 130
     assert token not in out + err
     assert "Traceback" not in err
+
+
+@pytest.mark.guarantee("view-needs-token")
+def test_ctrl_c_ends_it_while_a_page_waits_for_storage(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "root" / "data" / "web", [np.full(1000, 97)] * 100)
+    with running(tmp_path / "root") as server:
+        storage = [
+            f"--storage={name}={str(value).lower()}"
+            for name, value in server.storage_options.items()
+        ]
+        command = [sys.executable, "-m", "streammega", "view", "s3://data/web", *storage]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+            opener.open(address, timeout=20)
+            server.behave(latency=60.0)
+            waiting = threading.Thread(target=_open_quietly, args=(opener, address))
+            waiting.start()
+            time.sleep(0.5)
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        assert time.monotonic() - began < 2
+        assert process.returncode == 130
+        assert "Traceback" not in err
+        waiting.join()
+
+
+def _open_quietly(opener: urllib.request.OpenerDirector, address: str) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        opener.open(address, timeout=20)
 
 
 @pytest.mark.guarantee("view-shows-run")

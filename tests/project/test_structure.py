@@ -63,10 +63,11 @@ COMMAND_LINE_KIT = (
     "streammega.cli.render",
     "streammega.cli.progress",
     "streammega.errors.extras",
+    "streammega.errors.process",
     "streammega.errors.redaction",
 )
 """What every command uses: the checks of its settings, its options, its report, its progress,
-packages of extras, and names without secrets.
+packages of extras, messages of defects, and names without secrets.
 """
 
 
