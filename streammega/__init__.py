@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from streammega.parallel import device_mesh as device_mesh
     from streammega.parallel import get_batch as get_batch
     from streammega.parallel import open_loader as open_loader
+    from streammega.parallel import open_together as open_together
     from streammega.parallel.layout import ParallelLayout as ParallelLayout
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
@@ -63,6 +64,7 @@ _HOMES = {
     "device_mesh": "streammega.parallel",
     "get_batch": "streammega.parallel",
     "open_loader": "streammega.parallel",
+    "open_together": "streammega.parallel",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",

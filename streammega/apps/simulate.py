@@ -91,6 +91,9 @@ class Simulation:
     """Bytes of the page cache of a node; 0: none."""
     memory_bytes: Annotated[int, Flag(CLUSTER, metavar="SIZE"), Ge(4096)] = 1 << 30
     """Most bytes that the loader of a rank holds, as memory_bytes of StorageConfig."""
+    opening: Annotated[str, Flag(CLUSTER)] = "each"
+    """Who asks the storage when the run starts: each rank; one rank of each node, where they start at
+    the same time; or one for all (together), as the trainer, open_loader and open_together do."""
     train_tokens: Annotated[str | None, Flag(RUN, metavar="TOKENS")] = None
     """Tokens that the run trains, such as 15T. None: all datasets once."""
     sequence_length: Annotated[int, Flag(RUN), Ge(1)] = 4096
@@ -126,11 +129,20 @@ class Simulation:
         check_fields(self)
         if self.dtype not in ("uint16", "int32"):
             raise ConfigError(f"dtype (--dtype) is {self.dtype!r}; it must be uint16 or int32")
+        if self.opening not in ("each", "node", "together"):
+            raise ConfigError(
+                f"opening (--opening) is {self.opening!r}; it must be each, node or together"
+            )
 
     @property
     def ranks(self) -> int:
         """Data-parallel ranks."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def opening_ranks(self) -> int:
+        """Ranks that ask the storage when the run starts."""
+        return {"each": self.ranks, "node": self.nodes, "together": 1}[self.opening]
 
 
 @with_flags(Simulation)
@@ -402,8 +414,8 @@ def _about(run: Run, reads: SimulatedReads, datasets: int, opening: float) -> Re
 def _start(run: Run, reads: SimulatedReads) -> tuple[Report, list[str]]:
     """The figures of the start, and what limits it."""
     settings = run.settings
-    opened = _by_prefix(run, reads.opening.requests) * settings.ranks
-    node_bytes = int(reads.opening.nbytes.sum()) * settings.ranks_per_node
+    opened = _by_prefix(run, reads.opening.requests) * settings.opening_ranks
+    node_bytes = int(reads.opening.nbytes.sum()) * -(-settings.opening_ranks // settings.nodes)
     seconds = {
         "the round trips of a rank": reads.opening.seconds,
         "the requests a second of a prefix": opened.max() / settings.prefix_requests_per_s,
@@ -416,10 +428,10 @@ def _start(run: Run, reads: SimulatedReads) -> tuple[Report, list[str]]:
     price = settings.price_per_1000_requests / 1000
     rows = {
         "requests_of_a_rank": _row(requests, "", EXACT),
-        "requests_of_all": _row(requests * settings.ranks, "", EXACT),
+        "requests_of_all": _row(requests * settings.opening_ranks, "", EXACT),
         "requests_to_busiest_prefix": _row(int(opened.max()), "", EXACT),
         "bytes_of_a_rank": _row(float(reads.opening.nbytes.sum()) / 1e6, "MB", EXACT),
-        "cost_of_requests": _row(requests * settings.ranks * price, "", EXACT),
+        "cost_of_requests": _row(requests * settings.opening_ranks * price, "", EXACT),
         "opening": _row(seconds[bound], "s", MODEL),
         "first_batch": _row(seconds[bound] + first, "s", MODEL),
         "requests_after_opening": _row(rates.sum(), "1/s", SAMPLED),
@@ -458,8 +470,9 @@ def _whole_run(run: Run, reads: SimulatedReads) -> Report:
     fetched += more_batches * _mean_bytes_later(reads, run)
     requests += more_batches * run.batch_seconds * _steady_rates(run, reads).sum() / ranks
     missing = 1 - _cached_share(run, reads)
-    all_bytes = ranks * (fetched * missing + float(opening.nbytes.sum()))
-    all_requests = round(ranks * (requests * missing + int(opening.requests.sum())))
+    all_bytes = ranks * fetched * missing + settings.opening_ranks * float(opening.nbytes.sum())
+    opening_requests = settings.opening_ranks * int(opening.requests.sum())
+    all_requests = round(ranks * requests * missing) + opening_requests
     trained_bytes = run.trained * float(run.shares @ reads.token_bytes)
     return {
         "requests": _row(all_requests, "", SAMPLED),
@@ -530,7 +543,7 @@ def _cached_share(run: Run, reads: SimulatedReads) -> float:
 def _busiest_prefixes(run: Run, reads: SimulatedReads) -> list[Report]:
     """The prefixes with the most requests at the start, and their part of the limit."""
     settings = run.settings
-    opened = _by_prefix(run, reads.opening.requests) * settings.ranks
+    opened = _by_prefix(run, reads.opening.requests) * settings.opening_ranks
     at_start = _rates(run, reads, 0.0, START_SECONDS)
     later = _steady_rates(run, reads)
     busiest = np.argsort(-(opened + at_start), kind="stable")[:SHOWN_PREFIXES].tolist()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
@@ -45,6 +44,7 @@ from streammega.dataset.local_cache import (
 )
 from streammega.dataset.resolve import MAX_LOOKED_UP, open_resolved
 from streammega.dataset.shard import MAX_WHOLE_INDEX_BYTES, Shard
+from streammega.dataset.token_ends import END_BYTES, digest_of_ends
 from streammega.errors import CacheError
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.backends.local import PreadStore
@@ -72,10 +72,6 @@ checked.
 """
 MAX_KEPT_BYTES = 64 << 20
 """Small `.idx` stay in memory until their offsets are read, if all of them take no more than this."""
-END_BYTES = 1 << 10
-"""Bytes of tokens that are hashed at each end of a shard. Another value changes the identity of every
-dataset, which states of runs hold: never change it.
-"""
 MAX_WHOLE_TOKEN_BYTES = 16 << 10
 """Tokens of so many bytes are read whole: one request takes less time than two. It is no less than
 END_BYTES, and changes no identity.
@@ -378,12 +374,15 @@ def end_shards(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def read_ends(shards: Sequence[Shard], max_requests: int) -> None:
-    """Set `ends` of each shard where it is not known, by requests that go out together.
+    """Set `ends` of each shard where it is not known: as the manifest says, or by requests that go out
+    together.
 
     Raises ObjectNotFoundError, ObjectChangedError, FormatError, StorageError.
     """
     shards_of_store: dict[int, list[Shard]] = {}
     for shard in shards:
+        if shard.ends is None:
+            shard.ends = shard.ends_of_manifest
         if shard.ends is None:
             store, _ = shard.tokens()
             shards_of_store.setdefault(id(store), []).append(shard)
@@ -410,9 +409,7 @@ def _read_ends_of_store(shards: Sequence[Shard], max_requests: int) -> None:
     unused = iter(bodies)
     for shard, info in zip(shards, infos, strict=True):
         read = b"".join(next(unused) for _ in _end_spans(info))
-        ends = read[:END_BYTES] + read[-END_BYTES:]
-        # An int64, as it is kept on disk.
-        shard.ends = int.from_bytes(xxhash.xxh3_64_digest(ends), "little", signed=True)
+        shard.ends = digest_of_ends(read[:END_BYTES], read[-END_BYTES:])
 
 
 def _end_spans(info: ObjectInfo) -> list[Span]:

@@ -12,17 +12,18 @@ import errno
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -31,6 +32,7 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig, local_folder
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.answers import Answers, are_shared
 from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
 from streammega.storage.cache.cache_folder import check_owner
@@ -38,11 +40,16 @@ from streammega.storage.etags import warn_unversioned
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
+Opened = TypeVar("Opened")
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
 PARTS = ("idx", "order", "convert")
 """The folders of a cache, but for the page cache's."""
+_ANSWERS = "answers-"
+"""What names of files with answers begin with."""
+UNUSED_ANSWERS_DAYS = 1.0
+"""Answers are for processes that wait for them. Older files are removed."""
 LINE_EVERY = 30.0
 """Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
@@ -380,10 +387,71 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
         raise cache_error(path, error, expected_bytes) from None
 
 
+def open_once_per_node(
+    names: Sequence[str], cache_dir: str | Path | None, open_data: Callable[[], Opened]
+) -> Opened:
+    """What `open_data` opens. Of several processes of this node that open datasets of these names at the
+    same time, one asks the servers, and the others have its answers.
+
+    A process takes only answers that were complete after it began to wait. Where the cache cannot hold
+    a lock, each process asks. Raises what `open_data` raises.
+    """
+    if are_shared():
+        return open_data()
+    stack = ExitStack()
+    try:
+        folder = cache_folder(cache_dir) / "idx"
+        path = folder / f"{_ANSWERS}{digest_of(json.dumps(names))}"
+        waiting = path.with_suffix(".waiting")
+        before = _stamp(path)
+        with node_lock(waiting, fcntl.LOCK_SH):
+            stack.enter_context(node_lock(path.with_suffix(".lock")))
+    except CacheError as error:
+        log.debug("%s; datasets are opened without it", error)
+        return open_data()
+    with stack:
+        if _stamp(path) == before:
+            answers = Answers()
+            try:
+                with answers.shared():
+                    return open_data()
+            finally:
+                # After an error too, so that the others do not repeat it one after the other.
+                if _is_locked(waiting):
+                    remove_unused(folder, _ANSWERS, UNUSED_ANSWERS_DAYS)
+                    with suppress(CacheError):
+                        write_atomically(path, [answers.to_bytes()], 0)
+    # Without the lock: others wait for it.
+    try:
+        answers = Answers.from_bytes(path.read_bytes())
+    except (OSError, ValueError):
+        return open_data()
+    with answers.shared():
+        return open_data()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written again; None: there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether another process holds a lock."""
+    try:
+        with node_lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return False
+    except CacheError:
+        return True
+
+
 @contextmanager
-def node_lock(path: Path) -> Iterator[None]:
+def node_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Hold an advisory file lock that all processes of this node share. The kernel frees it when the
-    process dies. Raises CacheError.
+    process dies. kind: as for flock. Raises CacheError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -392,7 +460,7 @@ def node_lock(path: Path) -> Iterator[None]:
         raise cache_error(path, error, 0) from None
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, kind)
         except OSError as error:
             raise CacheError(
                 f"{path}: {error.strerror}: its file system has no file locks; set index_cache_dir "

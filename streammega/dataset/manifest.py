@@ -44,6 +44,7 @@ class ShardEntry:
     """One shard.
 
     name: its prefix, without the folder of the manifest. checksums: xxh3-128 of each 64 MiB, as stored.
+    ends: `TokenEnds.digest` of its tokens; empty where it is not known.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ShardEntry:
     checksums: Sequence[str]
     index_bytes: int
     index_checksums: Sequence[str]
+    ends: str = ""
 
 
 _TYPE_OF_FIELD: dict[str, type] = {
@@ -66,6 +68,7 @@ _TYPE_OF_FIELD: dict[str, type] = {
     "index_bytes": int,
     "index_checksums": list,
 }
+_ENDS = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Manifest:
     pack: the "length" of bins in tokens, how many there are ("bins"), and their tokens of no
     document ("padding"); None: documents are end to end. chat_template: its name, digest and
     variables; None: no template wrote the conversations.
+    written: when its object was, as `ObjectInfo.modified` says; 0: not known. It is not stored.
     """
 
     kind: str
@@ -107,6 +111,7 @@ class Manifest:
     origins: list[str] | None = None
     pack: dict[str, int] | None = None
     chat_template: dict[str, Any] | None = None
+    written: float = field(default=0.0, compare=False)
 
     @cached_property
     def token_dtype(self) -> np.dtype[Any]:
@@ -138,6 +143,10 @@ class Manifest:
         origins, are left out.
         """
         fields = asdict(self)
+        del fields["written"]
+        for shard in fields["shards"]:
+            if not shard["ends"]:
+                del shard["ends"]
         if parent is not None:
             for name in ("shards", "origins"):
                 if fields[name] is not None:
@@ -305,7 +314,8 @@ def _merge_ancestors(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manife
         shards += stored.manifest.shards
         parents.insert(0, _as_parent(url, len(shards), stored))
     newest = line[0][1].manifest
-    return replace(newest, shards=shards, origins=origins), parents
+    # Its shards were written before manifests of other times.
+    return replace(newest, shards=shards, origins=origins, written=0.0), parents
 
 
 def _as_parent(url: str, shards: int, stored: StoredManifest) -> Parent:
@@ -317,13 +327,13 @@ def _as_parent(url: str, shards: int, stored: StoredManifest) -> Parent:
 def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
     store, key = open_store(url, storage)
-    info = store.info(key)
+    info, body = store.get(key, MAX_BYTES)
     if info.size > MAX_BYTES:
         raise FormatError(
             f"{url}: has {info.size:,} bytes, which are too many for a manifest; name a manifest or "
             f"the prefix of a dataset"
         )
-    raw = bytes(store.read(key, [(0, info.size)], info.etag)[0])
+    raw = bytes(body)
     try:
         manifest, parent = _parse(raw, url)
     except FormatError:
@@ -333,6 +343,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None
     _check(manifest, url)
+    manifest = replace(manifest, written=info.modified)
     return StoredManifest(manifest=manifest, parent=parent, digest=xxh3_128_hexdigest(raw))
 
 
@@ -403,10 +414,13 @@ def _entry_or_dict(stored: dict[str, Any]) -> Any:
     """A shard of a manifest, made as soon as it is parsed, because thousands of dicts would slow the
     garbage collector down. Other objects stay dicts.
     """
-    if stored.keys() != _TYPE_OF_FIELD.keys():
+    if stored.keys() - {"ends"} != _TYPE_OF_FIELD.keys():
         return stored
-    for name, value in stored.items():
-        if type(value) is not _TYPE_OF_FIELD[name]:
+    ends = stored.get("ends", "")
+    if type(ends) is not str or (ends and not _ENDS.fullmatch(ends)):
+        return stored
+    for name, kind in _TYPE_OF_FIELD.items():
+        if type(stored[name]) is not kind:
             return stored
     for name in ("checksums", "index_checksums"):
         if not all(type(checksum) is str for checksum in stored[name]):

@@ -27,7 +27,7 @@ from streammega.dataset.names import (
     strip_suffix,
     with_suffix,
 )
-from streammega.dataset.shard import Shard, Version
+from streammega.dataset.shard import Shard, Version, version_of
 from streammega.dataset.versions import base_name, read_named_manifest
 from streammega.errors import (
     FormatError,
@@ -37,6 +37,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.answers import forget_answers
 from streammega.storage.backends.local import local_error
 from streammega.storage.etags import same_version
 from streammega.storage.open import is_remote, local_path
@@ -90,9 +91,11 @@ def open_resolved(
             before = _state_of(datasets)
             return open_all(datasets)
         except ObjectChangedError:
+            forget_answers()
             if is_last:
                 raise
         except (ObjectNotFoundError, FormatError):
+            forget_answers()
             now = None
             with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
                 now = _state_of(resolve(names, storage, cache_dir))
@@ -182,7 +185,7 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
     (manifest, damage), *infos = parallel_map(
         lambda look: look(), looks, len(looks), is_local=not is_remote(name)
     )
-    pair.version, pair.index_version = [info and (info.size, info.etag) for info in infos]
+    pair.version, pair.index_version = [info and version_of(info) for info in infos]
     is_pair = None not in infos
     if damage is not None and not is_pair:
         raise damage
@@ -357,7 +360,7 @@ def _list_objects(names: Sequence[str], storage: StorageConfig) -> Objects:
 def _list_group(store: Store, root: str, keys: Sequence[str]) -> Objects | None:
     """The objects of some shards, whose keys are in order; None where they cannot be listed."""
     infos = store.list_between(keys[0], keys[-1] + _AFTER_A_DOT, MAX_OBJECTS)
-    return None if infos is None else {root + info.key: (info.size, info.etag) for info in infos}
+    return None if infos is None else {root + info.key: version_of(info) for info in infos}
 
 
 def _list_folder(folder: str, storage: StorageConfig) -> Objects:
@@ -365,7 +368,7 @@ def _list_folder(folder: str, storage: StorageConfig) -> Objects:
     store, key = open_store(f"{folder}/", storage)
     before = join_url(folder, "")
     infos = store.list(key, recursive=False)
-    return {before + info.key[len(key) :]: (info.size, info.etag) for info in infos}
+    return {before + info.key[len(key) :]: version_of(info) for info in infos}
 
 
 def _if_trusted(name: str, objects: Objects, storage: StorageConfig) -> Objects:

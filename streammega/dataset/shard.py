@@ -28,6 +28,7 @@ from streammega.dataset.local_cache import cache_folder, cached_copy, map_local_
 from streammega.dataset.manifest import Manifest, ShardEntry
 from streammega.dataset.names import SUFFIXES, split_name
 from streammega.dataset.tar import layout, stored_bytes
+from streammega.dataset.token_ends import ends_of_hex
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import DerivedStore, LazyView, Members
@@ -38,8 +39,10 @@ MAX_WHOLE_INDEX_BYTES = 8 << 10
 """An `.idx` of so many bytes is read whole, if there are many shards: it takes one request, as its
 header does.
 """
-Version = tuple[int, str]
-"""Bytes and ETag of an object. A plain tuple: the garbage collector does not track thousands of them."""
+Version = tuple[int, str, float]
+"""Bytes and ETag of an object, and when it was written. A plain tuple: the garbage collector does not
+track thousands of them.
+"""
 Shown = TypeVar("Shown", Frames, Members)
 
 
@@ -146,12 +149,12 @@ class Shard:
                 raise ObjectNotFoundError(
                     f"{self.url}: no such object, but its .idx is there; copy both, or convert again"
                 ) from error
-            self.version = info.size, info.etag
-        size, etag = self.version
+            self.version = version_of(info)
+        size, etag, modified = self.version
         # Compared here first: making the URLs of thousands of shards takes long.
         if self.entry is not None and size != self.entry.bytes:
             check_expected(self.url, "bytes", size, self.entry.bytes)
-        return ObjectInfo(key=self.key, size=size, etag=etag)
+        return ObjectInfo(key=self.key, size=size, etag=etag, modified=modified)
 
     @property
     def index_info(self) -> ObjectInfo:
@@ -164,8 +167,8 @@ class Shard:
                     f"{self.index_url}: no such .idx, which {self.url} needs; was its conversion "
                     "interrupted? convert again"
                 ) from None
-            self.index_version = info.size, info.etag
-        size, etag = self.index_version
+            self.index_version = version_of(info)
+        size, etag, _ = self.index_version
         if self.entry is not None and size != self.entry.index_bytes:
             check_expected(self.index_url, "bytes", size, self.entry.index_bytes)
         return ObjectInfo(key=self.index_key, size=size, etag=etag)
@@ -206,6 +209,18 @@ class Shard:
         if self.entry is None or self.manifest is None:
             return None
         return self.entry.tokens * self.manifest.token_dtype.itemsize
+
+    @property
+    def ends_of_manifest(self) -> int | None:
+        """`ends` as the manifest says; None where it does not, or the tokens may be newer than it."""
+        if self.entry is None or not self.entry.ends or self.store.is_local:
+            return None
+        assert self.manifest is not None
+        # Answers to GET have whole seconds, listings have parts of them.
+        modified = int(self.stored.modified)
+        if not 0 < modified <= self.manifest.written:
+            return None
+        return ends_of_hex(self.entry.ends)
 
     def _frames(self) -> Frames:
         return self._sized(read_frames(self.store, self.stored))
@@ -394,6 +409,11 @@ class Shard:
             return [body[start:stop] for start, stop in spans]
         info = self.index_info
         return self.store.read(info.key, spans, info.etag)
+
+
+def version_of(info: ObjectInfo) -> Version:
+    """What is kept of an object that was looked up."""
+    return info.size, info.etag, info.modified
 
 
 def check_expected(url: str, what: str, actual: object, expected: object) -> None:

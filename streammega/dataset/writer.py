@@ -20,6 +20,7 @@ from streammega.dataset.idx import MAX_TOKENS, dtype_code, encode_index
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.names import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import END, encode_members
+from streammega.dataset.token_ends import TokenEnds
 from streammega.errors import FormatError
 from streammega.kernels import num_threads
 from streammega.storage import open_store
@@ -89,6 +90,7 @@ class IndexedDatasetWriter:
         """The token at which each sequence begins, if documents are packed."""
         self._token_bytes = 0
         """Bytes of all tokens so far, as one array."""
+        self._ends = TokenEnds()
         self._first_number = first_sequence
         self._open = True
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
@@ -200,6 +202,7 @@ class IndexedDatasetWriter:
         self._check_modes(lengths, modes)
         with self._abort_on_error():
             yield from self.stored.write_files(ranges, threads)
+            self._ends.add_files(ranges)
         self._token_bytes += size
         self._note(lengths, documents, modes)
 
@@ -292,6 +295,11 @@ class IndexedDatasetWriter:
         """Tokens so far, padding too."""
         return self._token_bytes // self.dtype.itemsize
 
+    @property
+    def ends(self) -> str:
+        """A digest of the first and the last tokens so far, for the manifest."""
+        return self._ends.digest
+
     def abort(self) -> None:
         """Discard what was written. Does nothing after `finalize`."""
         if self._open:
@@ -356,6 +364,7 @@ class IndexedDatasetWriter:
     def _counted(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         for piece in pieces:
             self._token_bytes += len(piece)
+            self._ends.add(piece)
             yield piece
 
     def _check_fits(

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.broadcast import BatchBroadcast, PendingBatch, rank_device
 from streammega.parallel.fields import needs_whole_samples
-from streammega.parallel.groups import Ranks
+from streammega.parallel.groups import WORLD, Ranks
 from streammega.parallel.layout import ParallelLayout
+from streammega.parallel.opening import open_together
 from streammega.samples.fields import Batch
 
 
@@ -29,7 +30,9 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     It reads only the parts of each sample that the rank keeps, unless a field needs whole samples.
 
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
-    Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens.
+    Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens. In an
+    order without indices this is a collective: the first rank opens, and the others have the answers
+    that it got (see `open_together`).
     """
     if not hasattr(ranks, "layout"):
         raise ConfigError(
@@ -46,7 +49,15 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
         options |= {"cp_rank": cp_rank, "cp_size": layout.cp}
     # ids are copied into a message on the host, and only the message is pinned
     options.setdefault("pin_memory", False)
-    return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
+
+    def open_one() -> StreamLoader:
+        return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
+
+    group = ranks.group(WORLD)
+    # Indices are built while datasets are opened, on each node at once.
+    if group is None or ORDERS[config.order].has_indices:
+        return open_one()
+    return open_together(open_one, group)
 
 
 def get_batch(

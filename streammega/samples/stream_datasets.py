@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from streammega.config import DataConfig
 from streammega.dataset.headers import MAX_HEADER_REQUESTS, content_of, read_datasets
+from streammega.dataset.local_cache import open_once_per_node
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
+from streammega.dataset.resolve import MAX_LOOKED_UP
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
@@ -21,6 +23,7 @@ from streammega.order.split import split_bounds
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_of_shards
 from streammega.samples.token_file import TokenFile, check_tokenizers
+from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
 
 log = logging.getLogger(__name__)
@@ -56,25 +59,34 @@ def open_datasets(
     """
     opened_of_name = {dataset.name: dataset for dataset in known}
     missing = [name for name in prefixes if name not in opened_of_name]
-    shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
 
     compares_tokenizers = not config.allow_mixed_tokenizers and (
         len(prefixes) > 1 or config.follow is not None
     )
 
-    def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
-        name, shards = dataset
-        opened = _cut_dataset(name, shards, shares, split, config)
-        if not compares_tokenizers:
-            return opened
-        return replace(opened, tokenizers=tokenizers_of(shards, name))
+    def open_missing() -> list[OpenDataset]:
+        shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
 
-    datasets = list(zip(missing, shards_of, strict=True))
-    is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
-    # whole datasets need no pointers: threads would not help
-    at_once = 1 if is_whole else min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
-    are_local = all(shard.store.is_local for shards in shards_of for shard in shards)
-    newly_opened = iter(parallel_map(cut, datasets, at_once, is_local=are_local))
+        def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
+            name, shards = dataset
+            opened = _cut_dataset(name, shards, shares, split, config)
+            if not compares_tokenizers:
+                return opened
+            return replace(opened, tokenizers=tokenizers_of(shards, name))
+
+        datasets = list(zip(missing, shards_of, strict=True))
+        is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
+        # whole datasets need no pointers: threads would not help
+        requests = min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
+        at_once = 1 if is_whole else requests
+        are_local = all(shard.store.is_local for shards in shards_of for shard in shards)
+        return parallel_map(cut, datasets, at_once, is_local=are_local)
+
+    # For fewer, a file costs more than it saves.
+    if sum(map(is_remote, missing)) > MAX_LOOKED_UP:
+        newly_opened = iter(open_once_per_node(missing, config.index_cache_dir, open_missing))
+    else:
+        newly_opened = iter(open_missing())
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if compares_tokenizers:
         check_tokenizers((dataset.name, dataset.tokenizers) for dataset in opened)

@@ -108,6 +108,8 @@ class DerivedStore(WrapperStore):
         """Decoded bytes. The inner store reads the stored ones."""
         return self._decoded(self.inner.read(key, self._stored(spans), self._etag(etag)), spans)
 
+    get = Store.get  # by `info` and `read` above
+
     def _etag(self, etag: str) -> str:
         # The view was made for this version and would decode another one wrongly.
         return etag or self._info.etag

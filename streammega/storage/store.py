@@ -37,11 +37,13 @@ class ObjectInfo:
     """One stored object: its key within the store, its size in bytes, and its ETag.
 
     The ETag changes when the bytes do. For local files it is made of size and modification time.
+    modified: when it was written, in seconds since 1970 by the server's clock; 0: not known.
     """
 
     key: str
     size: int
     etag: str
+    modified: float = 0.0
 
 
 Part = tuple[ObjectInfo, int, int]
@@ -141,6 +143,16 @@ class Store(ABC):
         """
         return self.fetch(key, spans, etag)
 
+    def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
+        """A whole object and what `info` says of it, by one request where the client can.
+
+        Of an object with more than `max_bytes` no bytes are read. Raises as `info` and `read` do.
+        """
+        info = self.info(key)
+        if info.size > max_bytes:
+            return info, memoryview(b"")
+        return info, self.read(key, [(0, info.size)], info.etag)[0]
+
     @abstractmethod
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key.
@@ -230,6 +242,9 @@ class WrapperStore(Store):
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self.inner.read(key, spans, etag)
+
+    def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
+        return self.inner.get(key, max_bytes)
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         return self.inner.list(prefix, recursive)

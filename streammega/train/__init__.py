@@ -12,6 +12,6 @@ One step, from its start to its line in the log:
     run_log           metrics.jsonl, TensorBoard, the line in the log
 
 The model: `model`, `attention`; cut into `stages`, in a `pipeline`, divided by `sharding`. What fails:
-`watchdog` and `signals` end all ranks with one cause, `rank_sync` gives all ranks one error, and
+`watchdog` and `signals` end all ranks with one cause, `parallel.rank_sync` gives all ranks one error, and
 `config_check` compares them at the start.
 """

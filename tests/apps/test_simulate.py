@@ -60,6 +60,22 @@ def test_few_prefixes_limit_the_start_of_many_ranks(capsys: pytest.CaptureFixtur
     )
 
 
+def test_ranks_that_open_together_or_by_node_send_fewer_requests(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["web=2m", "code=1m", "--nodes", "4", "--ranks-per-node", "2", *SMALL]
+    reports = {
+        opening: forecast(capsys, *words, "--opening", opening)
+        for opening in ("each", "node", "together")
+    }
+    requests = {name: value(report, "start", "requests_of_all") for name, report in reports.items()}
+    assert requests["each"] == 8 * requests["together"]
+    assert requests["node"] == 4 * requests["together"]
+    saved = requests["each"] - requests["together"]
+    whole = [value(reports[name], "whole_run", "requests") for name in ("each", "together")]
+    assert whole[0] - whole[1] == saved
+
+
 def test_prices_and_tokens_scale_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["web=2m", *SMALL, "--price-per-1000-requests", "5", "--price-per-gb", "0.09"]
     report = forecast(capsys, *words)
@@ -115,6 +131,7 @@ WRONG = [
     (["web=1T", "--shard-tokens", "1"], "larger shard_tokens"),
     (["web=1G", "--nodes", "0"], "nodes (--nodes) is 0"),
     (["web=1G", "--dtype", "float32"], "uint16 or int32"),
+    (["web=1G", "--opening", "never"], "each, node or together"),
     (["web=1G", "--train-tokens", "all"], "train_tokens (--train-tokens)"),
     (["web=1G", "--cache-bytes", "much"], "512M"),
     (["web=1G", "--global-batch-size", "12"], "global_batch_size"),

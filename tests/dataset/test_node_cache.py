@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +36,11 @@ from streammega.dataset.local_cache import (
     cached_copy,
     map_local_copy,
     node_lock,
+    open_once_per_node,
     remove_stale,
     write_atomically,
 )
-from streammega.errors import CacheError
+from streammega.errors import CacheError, StorageError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PageCache
@@ -359,3 +362,35 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="8 bytes wanted"):
         write_atomically(tmp_path / "array.npy", chunks(), 8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_lock_can_be_kept_each_process_opens_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert open_once_per_node(["s3://b/web"], tmp_path / "file", lambda: 7) == 7
+
+
+@pytest.mark.guarantee("open-once-per-node")
+def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise StorageError("the server does not answer")
+
+    with pytest.raises(StorageError, match="does not answer"):
+        open_once_per_node(["s3://b/web"], tmp_path, fail)
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
+    holder.start()
+    assert began.wait(30)
+    timer = threading.Timer(0.2, holder.kill)
+    timer.start()
+    assert open_once_per_node(["s3://b/web"], tmp_path, lambda: 7) == 7
+    timer.join()
+    holder.join()
+
+
+def _open_for_ever(folder: Path, began: Any) -> None:
+    def open_data() -> None:
+        began.set()
+        time.sleep(600)
+
+    open_once_per_node(["s3://b/web"], folder, open_data)

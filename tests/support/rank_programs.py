@@ -9,12 +9,15 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from streammega import (
     DataConfig,
     ParallelLayout,
     RankBatches,
     Ranks,
+    StreamLoader,
+    StreammegaError,
     get_batch,
 )
 from streammega.parallel import open_loader
@@ -55,6 +58,23 @@ def read_batches(
         }
 
 
+def open_and_read(
+    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """The identity of what a rank opened, and whether it has a client to the bucket after so many
+    micro-batches.
+    """
+    ranks = Ranks(layout)
+    with open_loader(config, ranks, **sizes) as loader:
+        for _ in range(steps):
+            get_batch(loader, ranks)
+        stores = [file.store for files in loader.dataset.samples.files for file in files]
+        return {
+            "identity": loader.state_dict()["order"],
+            "stores_used": any(store.inner._opened for store in stores),  # type: ignore[attr-defined]
+        }
+
+
 def train(
     rank: int, run_file: str, overrides: list[str], steps: int | None, device: str = "cpu"
 ) -> list[dict[str, Any]]:
@@ -77,3 +97,21 @@ def train(
     trainer.save()
     trainer.close()
     return records if rank == 0 else []
+
+
+def error_of_opening(
+    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]
+) -> str:
+    """The error that a rank gets when it opens."""
+    try:
+        open_loader(config, Ranks(layout), **sizes).close()
+    except StreammegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def open_alone(rank: int, config: DataConfig, sizes: dict[str, Any], dp_size: int) -> Any:
+    """The identity of what a rank opens without the others."""
+    dist.barrier()
+    with StreamLoader(config, dp_rank=rank, dp_size=dp_size, **sizes) as loader:
+        return loader.state_dict()["order"]

@@ -36,6 +36,7 @@ from streammega.errors import (
     StateError,
     StorageError,
 )
+from streammega.parallel.rank_sync import RankSync
 from streammega.storage.backends.local import PreadStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.object_ops import read_object
@@ -59,7 +60,6 @@ from streammega.train.checkpoints.integrity import (
 )
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
-from streammega.train.rank_sync import RankSync
 from streammega.train.run_log import read_metrics
 from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer

@@ -16,6 +16,7 @@ import argparse
 import bisect
 import contextlib
 import dataclasses
+import functools
 import heapq
 import json
 import os
@@ -343,7 +344,7 @@ class Server:
             stat = os.stat(f"{top}/{key}")
             items.append(
                 f"<Contents><Key>{escape(key)}</Key><Size>{stat.st_size}</Size><ETag>&quot;{etag(stat)}&quot;</ETag>"
-                f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
+                f"<LastModified>{formatted('%Y-%m-%dT%H:%M:%S.000Z', stat)}</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
             )
         else:
             last = ""  # this page is the last one
@@ -380,7 +381,8 @@ class Server:
         start = 0
         stop = stat.st_size
         status = 200
-        extra = f'ETag: "{etag(stat)}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
+        written = formatted("%a, %d %b %Y %H:%M:%S GMT", stat)
+        extra = f'ETag: "{etag(stat)}"\r\nLast-Modified: {written}\r\nAccept-Ranges: bytes\r\n'
         if "range" in headers:
             low, _, high = headers["range"].removeprefix("bytes=").partition("-")
             start = int(low) if low else stat.st_size - int(high)
@@ -542,6 +544,16 @@ class Server:
 
 def etag(stat: os.stat_result) -> str:
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+def formatted(form: str, stat: os.stat_result) -> str:
+    """When a file was written, in whole seconds."""
+    return _formatted(form, int(stat.st_mtime))
+
+
+@functools.lru_cache(maxsize=4096)
+def _formatted(form: str, seconds: int) -> str:
+    return time.strftime(form, time.gmtime(seconds))
 
 
 # --- the side of the client ---------------------------------------------------------------------------------------------------

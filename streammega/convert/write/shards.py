@@ -262,6 +262,7 @@ def write_shard(
             checksums=writer.stored.checksums,
             index_bytes=writer.index.size,
             index_checksums=writer.index.checksums,
+            ends=writer.ends,
         ),
         packing=packing,
         origins=origins,

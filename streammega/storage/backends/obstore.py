@@ -27,6 +27,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact_answer, redaction_of
 from streammega.storage import retry
+from streammega.storage.answers import shares_answers
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
@@ -46,9 +47,11 @@ from streammega.storage.http_errors import (
 )
 from streammega.storage.retry import FIRST_PAUSE, MAX_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.store import (
+    Buffer,
     ObjectInfo,
     ObjectWriter,
     Span,
+    check_length,
     check_object_key,
     listed_etag,
 )
@@ -142,6 +145,7 @@ class ObstoreStore(RemoteStore):
     def _check_key(self, key: str) -> None:
         check_object_key(self.url(key), key)
 
+    @shares_answers
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
         self._check_key(key)
@@ -152,12 +156,35 @@ class ObstoreStore(RemoteStore):
             except Exception as error:
                 self._raise_cause(client, key, error)
                 raise
-            # The bucket exists.
-            self._bucket_seen = True
-            etag = version_of(meta.get("e_tag"), meta["last_modified"])
-            return ObjectInfo(key=key, size=int(meta["size"]), etag=etag)
+            return self._info_of(key, meta)
 
         return self._call(key, head)
+
+    @shares_answers
+    def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
+        """One GET request."""
+        self._check_key(key)
+
+        def attempt(client: Any) -> tuple[ObjectInfo, Buffer]:
+            answer = client.get(key)
+            info = self._info_of(key, answer.meta)
+            if info.size > max_bytes:
+                return info, memoryview(b"")
+            body = memoryview(answer.bytes())
+            return info, check_length(self.url(key), (0, info.size), body)
+
+        return self._call(key, attempt)
+
+    def _info_of(self, key: str, meta: Any) -> ObjectInfo:
+        """The object that an answer describes: so the bucket exists."""
+        self._bucket_seen = True
+        modified = meta["last_modified"]
+        return ObjectInfo(
+            key=key,
+            size=int(meta["size"]),
+            etag=version_of(meta.get("e_tag"), modified),
+            modified=modified.timestamp(),
+        )
 
     def _raise_cause(self, client: Any, key: str, error: Exception) -> None:
         """Raise why HEAD failed, where the answer to GET says more: that to HEAD has no body.
@@ -201,6 +228,7 @@ class ObstoreStore(RemoteStore):
         bodies.append(answer.bytes())
         return bodies
 
+    @shares_answers
     def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
         """By listings that begin after a key, which S3 has."""
         if self.scheme not in S3_SCHEMES:
@@ -227,6 +255,7 @@ class ObstoreStore(RemoteStore):
                 raise
             return None
 
+    @shares_answers
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request. The prefix may end inside a name."""
         # obstore lists by whole path segments. Other objects are left out below.
@@ -409,7 +438,12 @@ class ObstoreStore(RemoteStore):
 def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
     """The entries of one of obstore's listings."""
     return [
-        ObjectInfo(key=item["path"], size=item["size"], etag=listed_etag(item["e_tag"]))
+        ObjectInfo(
+            key=item["path"],
+            size=item["size"],
+            etag=listed_etag(item["e_tag"]),
+            modified=item["last_modified"].timestamp(),
+        )
         for item in page
     ]
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
+from streammega.storage.answers import shares_answers
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, endpoint_of
 from streammega.storage.store import Buffer, Span, Store, check_length
@@ -55,7 +56,9 @@ class RemoteStore(Store):
         self._lock = process_lock()  # guards `_opened`: one client for all threads
         self._opened: tuple[int, Any] | None = None  # (process, client)
         self._threads: tuple[int, Pool] | None = None  # (process, threads)
-        self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
+        self.endpoint = endpoint_of(scheme, root, config.storage_options)
+        """An identifier of its server."""
+        self._policy = RetryPolicy.of(config, self.endpoint)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url('')})"
@@ -142,6 +145,7 @@ class RemoteStore(Store):
             for span, body in zip(spans, bodies, strict=True)
         ]
 
+    @shares_answers
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """By concurrent requests, each with retries; a few small ones together."""
 

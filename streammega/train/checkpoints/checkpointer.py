@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from streammega.errors import ConfigError, StateError, StorageError
+from streammega.parallel.rank_sync import RankSync
 from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
 from streammega.train.checkpoints.integrity import (
     CHECKSUMS,
@@ -43,7 +44,6 @@ from streammega.train.checkpoints.store import (
     wait_until_visible,
 )
 from streammega.train.parallel_model import ParallelModel
-from streammega.train.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
+from streammega.parallel.rank_sync import RankSync
 from streammega.storage import Store
 from streammega.storage.object_ops import read_object
 from streammega.storage.store import Buffer, Span, atomic_writer, write_again
@@ -45,7 +46,6 @@ from streammega.train.checkpoints.integrity import (
     load_part,
     parse_tensors,
 )
-from streammega.train.rank_sync import RankSync
 
 TENSORS = "tensors.json"
 METADATA = ".metadata"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.parallel.rank_sync import RankSync
 from streammega.storage import Store, join_url, open_store
 from streammega.storage.atomic_file import sync_folder
 from streammega.storage.backends.local import LocalStore, PreadStore
@@ -32,7 +33,6 @@ from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import CheckpointFiles
 from streammega.train.checkpoints.integrity import CHECKSUMS, DamagedError, checksum_matches
 from streammega.train.checkpoints.lock import FileLock, JobLock, ObjectLock
-from streammega.train.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from streammega.errors import StorageError
-from streammega.train.rank_sync import RankSync
+from streammega.parallel.rank_sync import RankSync
 from tests.support.gang import Gang
 
 
