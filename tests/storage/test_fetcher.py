@@ -27,9 +27,11 @@ from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import (
     BATCH_REQUESTS,
+    FEW_LATE,
     HEDGE_SHARE,
     MAX_COPIES,
     NEAR_BATCH_REQUESTS,
+    OVERTAKERS,
 )
 from streammega.storage.fetch.requests import (
     Counters,
@@ -402,6 +404,58 @@ def test_a_straggler_is_sent_again_although_nobody_waits_and_few_answers_come() 
             time.sleep(0.03)
             made.submit([one_read(store, f"later{number}", SIZE)])
         assert len(asked) == MAX_COPIES
+    finally:
+        gate.set()
+        made.close()
+
+
+def test_nothing_is_sent_again_where_all_answers_are_late_and_in_order() -> None:
+    """As on a link that is full: further copies would only delay what is needed first."""
+    number_sent = iter(range(10**6))
+    link = threading.Lock()
+
+    def act(start: int) -> None:
+        if start:
+            with link:
+                time.sleep(0.02)
+        next(number_sent)
+
+    store: Any = Recorded(act)
+    made = fetcher_that_knows_quick_answers(store)
+    try:
+        late = [one_read(store, f"late{number}", SIZE, start=SIZE) for number in range(24)]
+        made.submit(late)
+        made.wait(late)
+        assert made.counters.hedges <= 2 * FEW_LATE, "the first or last ones may be few"
+    finally:
+        made.close()
+
+
+def test_many_stragglers_are_sent_again_where_later_requests_are_answered() -> None:
+    """As of one bad server of several."""
+    gate = threading.Event()
+    asked: list[str] = []
+
+    def act(start: int) -> None:
+        if start and len(asked) < 2 * FEW_LATE:
+            asked.append("held")
+            assert gate.wait(20)
+
+    store: Any = Recorded(act)
+    made = fetcher_that_knows_quick_answers(store)
+    made.counters.requests = 1000
+    try:
+        slow = [
+            one_read(store, f"slow{number}", SIZE, start=SIZE) for number in range(2 * FEW_LATE)
+        ]
+        made.submit(slow)
+        later = [one_read(store, f"later{number}", SIZE) for number in range(2 * OVERTAKERS)]
+        made.submit(later)
+        made.wait(later)
+        waiter = threading.Thread(target=made.wait, args=(slow,), daemon=True)
+        waiter.start()
+        waiter.join(20)
+        assert made.counters.hedges_won == 2 * FEW_LATE
     finally:
         gate.set()
         made.close()

@@ -22,7 +22,7 @@ from streammega.errors import StorageError
 from streammega.storage import retry
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
-from streammega.storage.fetch.flow_control import MAX_COPIES, FlowControl, can_hedge
+from streammega.storage.fetch.flow_control import FEW_LATE, MAX_COPIES, FlowControl, can_hedge
 from streammega.storage.fetch.requests import (
     Counters,
     FetchGroup,
@@ -73,6 +73,7 @@ class Fetcher:
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that send nothing now
+        self._looking = 0  # of these, the ones that are about to look for work
         self._unadmitted: deque[FetchGroup] = deque()
         self._serial = 0  # of the request that was admitted last
         self._first_failed = math.inf  # the least serial that failed: later ones are not needed
@@ -187,21 +188,31 @@ class Fetcher:
     # Threads
 
     def _wake(self) -> None:
-        """Have one more thread look for work, or wait for the next event, if there is any.
+        """Have as many threads look for work as there are batches to send, or one wait for the next
+        event, if there is any.
 
-        A thread that found work wakes the next one, so there are as many as there is work for.
+        All are woken at once. If each woke the next one, each would wait for the GIL after the other.
         """
-        first = self._queue.first()
-        has_work = first is not None and self._can_start_batch(first, time.monotonic())
-        if self._closed or (not has_work and self._next_event() is None):
+        if self._closed:
             return
-        if self._idle:
-            self._work.notify()
+        first = self._queue.first()
+        batches = 0 if first is None else self._startable_batches(first, time.monotonic())
+        if batches == 0 and self._next_event() is not None:
+            batches = 1
+        missing = batches - self._looking
+        if missing <= 0:
+            return
+        waiting = self._idle - self._looking
+        if waiting:
+            self._looking += min(missing, waiting)
+            self._work.notify(missing)
         elif len(self._threads) < self._max_threads:
+            # One now: when it has found work, it starts the next one.
             # A daemon: a request that hangs must not delay the end of the program.
             thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
             self._threads.append(thread)
-            self._idle += 1  # at once, so that no second thread is started for the same work
+            self._idle += 1
+            self._looking += 1
             thread.start()
 
     def _run(self) -> None:
@@ -209,6 +220,8 @@ class Fetcher:
         with self._lock:
             while not self._closed:
                 batch = self._next_batch()
+                # A thread whose wait has ended by itself was not counted.
+                self._looking = max(0, self._looking - 1)
                 if batch:
                     self._execute(batch)
                     continue
@@ -237,7 +250,7 @@ class Fetcher:
             request = self._drop_unwanted()
             if request is None:
                 break
-            if not batch and not self._can_start_batch(request, now):
+            if not batch and not self._startable_batches(request, now):
                 break
             if batch and not (
                 len(batch) < self.flow.batch_requests(batch[0].size_class)
@@ -253,13 +266,16 @@ class Fetcher:
             self.flow.pace.sent(now)
         return batch
 
-    def _can_start_batch(self, first: RangeRequest, now: float) -> bool:
-        """Whether a batch may be sent now, if the requests behind `first` are like it."""
+    def _startable_batches(self, first: RangeRequest, now: float) -> int:
+        """How many batches may be sent now, if the requests behind `first` are like it."""
+        queued = self._queue.waiting
         count = 1
         # A further copy, and what failed before, goes alone.
         if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
-            count = self.flow.full_batch(first.size, self._queue.waiting)
-        return self.flow.can_send(first.size, now, count)
+            count = self.flow.full_batch(first.size, queued)
+        if not self.flow.can_send(first.size, now, count):
+            return 0
+        return max(1, min(self.flow.room(first.size), queued) // count)
 
     def _drop_unwanted(self) -> RangeRequest | None:
         """The first request of the queue that is still wanted. Those before it are dropped."""
@@ -312,6 +328,7 @@ class Fetcher:
             refusals = take_refusals()  # that the store outlived
             self._lock.acquire()
         self._idle += 1
+        self._looking += 1
         is_refusal = isinstance(error, StorageError) and error.throttled
         if is_refusal or refusals:
             self.counters.throttled += len(batch) if is_refusal else refusals
@@ -319,7 +336,8 @@ class Fetcher:
         elif error is None:
             self.counters.latencies.append(seconds)
             is_cached = isinstance(batch[0].store, CachedStore)
-            self.flow.answered(batch[0].size_class, len(batch), seconds, is_cached=is_cached)
+            size_class = batch[0].size_class
+            self.flow.answered(size_class, len(batch), seconds, sent_at=began, is_cached=is_cached)
         for request in batch:
             self.flow.finished(request.size)
             request.group.busy -= 1
@@ -409,18 +427,23 @@ class Fetcher:
             return
         counters = self.counters
         straggler_seconds = self.flow.latencies.straggler_seconds()
-        for request in list(self._in_flight.values()):
+        late = []
+        for request in self._in_flight.values():
             limit = straggler_seconds.get(request.size_class, math.inf)
             may_repeat = request.copies < MAX_COPIES and not request.done
             # The third copy follows sooner: the answer has been late for long by then.
             if may_repeat and now - request.sent_at > limit * (1 + request.copies) / 2:
-                if not can_hedge(counters.hedges, counters.requests):
-                    return
-                counters.hedges += 1
-                request.copies += 1
-                self._queue.push_hedge(request, counters.hedges)
-                self.flow.straggled(request.size_class)
-                self._wake()
+                late.append(request)
+        if len(late) > FEW_LATE:
+            late = [request for request in late if self.flow.is_overtaken(request.sent_at)]
+        for request in late:
+            if not can_hedge(counters.hedges, counters.requests):
+                return
+            counters.hedges += 1
+            request.copies += 1
+            self._queue.push_hedge(request, counters.hedges)
+            self.flow.straggled(request.size_class)
+            self._wake()
 
 
 @atexit.register

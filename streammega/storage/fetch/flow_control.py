@@ -62,6 +62,12 @@ SHARES = 4
 
 HEDGE_SHARE = 0.05
 """Further copies are at most this share of requests: where all are slow, more load makes them slower."""
+FEW_LATE = 4
+"""So many late requests may be sent again at any time, more only if later ones were answered."""
+OVERTAKERS = 8
+"""Answers to later requests after which a late one is a straggler. Where a full link or a machine
+without a free core delays all requests, they end about in the order in which they were sent.
+"""
 MAX_COPIES = 3
 """Most copies of a request in flight. Where one request in a hundred is slow, two copies both are once in
 10,000 requests: too often for a long run.
@@ -173,6 +179,7 @@ class FlowControl:
         self.latencies = Latencies()
         self._max_window = self.window
         self._far_bytes = config.max_in_flight_bytes
+        self._sent_at = deque([-math.inf] * OVERTAKERS, OVERTAKERS)  # of what was answered last
         self._answers = 0
         self._quickest = math.inf  # seconds of an answer of the storage, whatever its size
         self._halved_at = -math.inf
@@ -187,6 +194,13 @@ class FlowControl:
         # A request that is larger than the limit goes alone.
         alone = self.requests == 0 and count == 1
         return alone or self.bytes + count * size <= self.max_bytes
+
+    def room(self, size: int) -> int:
+        """How many requests of `size` bytes there is room for."""
+        if self.pace.interval:
+            return 1
+        requests = math.ceil(self.window) - self.requests
+        return min(requests, (self.max_bytes - self.bytes) // max(1, size))
 
     def batch_requests(self, size_class: int) -> int:
         """How many small requests may go out together."""
@@ -213,12 +227,23 @@ class FlowControl:
         self.requests -= 1
         self.bytes -= size
 
+    def is_overtaken(self, sent_at: float) -> bool:
+        """Whether the latest answers are all to requests that were sent later."""
+        return sent_at < min(self._sent_at)
+
     def answered(
-        self, size_class: int, count: int, seconds: float, *, is_cached: bool = False
+        self,
+        size_class: int,
+        count: int,
+        seconds: float,
+        *,
+        sent_at: float = 0.0,
+        is_cached: bool = False,
     ) -> None:
-        """`count` requests that were sent together were answered. is_cached: the answer may come from
-        a cache, which does not say where the storage is.
+        """`count` requests that were sent together at `sent_at` were answered. is_cached: the answer
+        may come from a cache, which does not say where the storage is.
         """
+        self._sent_at.append(sent_at)
         self.latencies.add(size_class, seconds)
         if not is_cached:
             self._quickest = min(self._quickest, seconds)
