@@ -29,7 +29,7 @@ from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import ALL_COLUMNS, GatherGroup, KeptColumns
 from streammega.loading.read_plan import map_local_files, plan_reading
 from streammega.loading.staging import Stager
-from streammega.loading.stats import Stats
+from streammega.loading.stats import NO_GROUP, Stats, TakenGroup
 from streammega.samples.derived_fields import Batch
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
@@ -105,7 +105,9 @@ class Engine:
         self._gatherer = Gatherer(steps, plan, ids_memory)
         self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
         self._closed = False
-        self._batches_at_hand = 0  # gathered batches left in the group that is being handed out
+        self._taken = NO_GROUP
+        # the last id of a row is a label alone
+        self._tokens_of_row = kept.width(steps.config.sequence_length + 1) - 1
         self.stats.is_batch_ready = self.is_ready
         self._ready: queue.Queue[ReadyGroup | BaseException | None] = queue.Queue(
             memory.ready_groups
@@ -127,7 +129,11 @@ class Engine:
                     return
                 arrived = time.perf_counter()
                 num_batches = len(group.consumed)
-                self.stats.group_delivered(num_batches, waited)
+                taken = TakenGroup(
+                    group.dataset_id, self._tokens_of_row, num_batches, at_hand=num_batches
+                )
+                self._taken = taken
+                self.stats.group_delivered(taken, waited)
                 first = 0
                 while first < num_batches:
                     step_began = time.perf_counter()
@@ -138,7 +144,7 @@ class Engine:
                         self.stats.release_ready(group.nbytes)
                         del group
                     while batches:
-                        self._batches_at_hand = num_batches - first + len(batches) - 1
+                        taken.at_hand = num_batches - first + len(batches) - 1
                         # this frame holds no reference: the caller alone decides when memory is free
                         yield batches.popleft()
                     self.stats.step(time.perf_counter() - step_began)
@@ -167,9 +173,13 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             return self._ready.get_nowait(), 0.0
         began = time.perf_counter()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=POLL_SECONDS), time.perf_counter() - began
+        self.stats.wait_began(began)
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._ready.get(timeout=POLL_SECONDS), time.perf_counter() - began
+        finally:
+            self.stats.wait_ended(time.perf_counter())
 
     def _begin(self) -> None:
         """Start the threads."""
@@ -222,7 +232,7 @@ class Engine:
 
     def is_ready(self) -> bool:
         """Whether the caller would not wait: the next batch, its error, or the end is there."""
-        return self._batches_at_hand > 0 or not self._ready.empty()
+        return self._taken.at_hand > 0 or not self._ready.empty()
 
     # --- the thread ---
 

@@ -37,8 +37,8 @@ class ReadyGroup:
     """Gathered micro-batches: their positions, their ids, and all that their fields are made from.
 
     ids: [samples, width] in the stored dtype. valid: int64 [samples], the number of ids of each sample.
-    learned: bool [samples, width], whether an id has a loss; None: all have. joins, dataset_id: the
-    joins and datasets of the samples, where the config asks for them. row_splits: sample i consists
+    learned: bool [samples, width], whether an id has a loss; None: all have. joins: of the samples,
+    where the config asks for them. dataset_id: of each sample. row_splits: sample i consists
     of rows [row_splits[i], row_splits[i + 1]). size: the tokens of each row.
     """
 
@@ -49,7 +49,7 @@ class ReadyGroup:
     joins: SampleJoins | None
     row_splits: Integers
     size: Integers
-    dataset_id: Integers | None
+    dataset_id: Integers
 
     @property
     def nbytes(self) -> int:
@@ -104,10 +104,6 @@ class Gatherer:
                 window.column[rows],
             )
             joins = joins_of_config(all_joins, self._config)
-        dataset_id = None
-        if self._config.return_dataset_ids:
-            # the dataset of a sample's first row: all of its rows have the same one
-            dataset_id = self._dataset_of_file[window.file[group.row_splits[:-1]]]
         return ReadyGroup(
             consumed=group.consumed,
             ids=ids,
@@ -116,8 +112,17 @@ class Gatherer:
             joins=joins,
             row_splits=group.row_splits - rows.start,
             size=window.size[rows],
-            dataset_id=dataset_id,
+            dataset_id=self._datasets_of(group),
         )
+
+    def _datasets_of(self, group: GatherGroup) -> Integers:
+        """The dataset of each sample: that of its first row, since all of its rows have the same one."""
+        file_of_row = group.window.file
+        if not len(file_of_row):
+            return np.zeros(len(group.row_splits) - 1, np.int64)
+        # a part of a short sample may have no row, and is then taken for one of the next dataset
+        first_rows = np.minimum(group.row_splits[:-1], len(file_of_row) - 1)
+        return self._dataset_of_file[file_of_row[first_rows]]
 
     def _learned(self, group: GatherGroup, excluded: ExclusionMask | None) -> Tensor:
         """Which ids of a group have a loss, bool [samples, width]."""
@@ -236,5 +241,5 @@ class Assembler:
             learned=None if group.learned is None else group.learned[chosen].numpy(),
             joins=joins,
             pieces=pieces,
-            dataset_id=None if group.dataset_id is None else group.dataset_id[chosen],
+            dataset_id=group.dataset_id[chosen] if self._config.return_dataset_ids else None,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from streammega.loading.planner import kept_columns_of
 from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.fields import Batch
+from streammega.samples.segments import source_names
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
 from streammega.storage.fork_lock import process_lock
@@ -142,7 +143,7 @@ class StreamLoader:
         self._prefetch = prefetch
         self._pinned = pin_memory
         self._log_every = log_every
-        self._stats = Stats()
+        self._stats = self._new_stats()
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:
             self._metrics = MetricsServer(self._stats, metrics_port, rank)
@@ -177,7 +178,11 @@ class StreamLoader:
         return {**self.__dict__, "_stats": None, "_metrics": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _stats=Stats())
+        self.__dict__.update(state)
+        self._stats = self._new_stats()
+
+    def _new_stats(self) -> Stats:
+        return Stats(partial(source_names, self.dataset.config, self.dataset.split))
 
     def __enter__(self) -> StreamLoader:
         return self
@@ -310,6 +315,7 @@ class StreamLoader:
     def stats(self) -> dict[str, Any]:
         """Counters of bytes, requests and waits; times are in seconds.
 
+        `tokens`: of the batches that were handed out; `source_tokens`: the same by dataset.
         `amplification`: bytes requested from storage or cache for each byte that planned samples use.
         `stall_share`: the share of the time since the first batch that the caller waited for data. It
         makes the fields of its batches in the rest.

@@ -8,9 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
 from streammega.errors.extras import import_extra
@@ -24,9 +26,14 @@ WINDOW = 4096
 """Batches over which waiting times are kept."""
 SHORTEST = 1e-9
 """Seconds in place of 0 as a divisor."""
+MAX_SOURCES = 256
+"""Datasets that have a figure of their own. Each is a series in Prometheus, for every rank."""
+OTHER_SOURCES = "others"
 COUNTERS = frozenset(
     {
         "batches",
+        "tokens",
+        "source_tokens",
         "useful_bytes",
         "fetched_bytes",
         "staged_bytes",
@@ -43,19 +50,43 @@ COUNTERS = frozenset(
 """Figures that only grow, for Prometheus; the others are gauges."""
 
 
+@dataclass(slots=True)
+class TakenGroup:
+    """The group of micro-batches whose batches are being handed out.
+
+    dataset_ids: of the rows of its batches. batches: how many it has. at_hand: those that wait to be
+    taken.
+    """
+
+    dataset_ids: NDArray[np.int64]
+    tokens_of_row: int
+    batches: int
+    at_hand: int
+
+    def tokens_by_source(self) -> NDArray[np.int64]:
+        """Tokens of the batches that were handed out: int64 [MAX_SOURCES]."""
+        rows = len(self.dataset_ids) // max(1, self.batches) * (self.batches - self.at_hand)
+        sources = np.minimum(self.dataset_ids[:rows], MAX_SOURCES - 1)
+        return self.tokens_of_row * np.bincount(sources, minlength=MAX_SOURCES)
+
+
+NO_GROUP = TakenGroup(np.empty(0, np.int64), 0, 0, 0)
+
+
 @dataclass
 class Stats:
     """Counters of one loader, over all of its iterations. Times are in seconds.
 
+    `find_source_names` names the datasets by their ids; it is called when figures are first read.
     `stager`, `is_batch_ready`, `_stores` and `_fetchers` belong to the running engine. `attach` adds
     the counts of the engine before it to the totals.
     """
 
+    find_source_names: Callable[[], Sequence[str]] = tuple
     batches: int = 0
     useful_bytes: int = 0
     planned_bytes: int = 0
     cached_bytes: int = 0
-    wait: float = 0.0
     busy: float = 0.0
     fetch_wait: float = 0.0
     began: float = field(default_factory=time.monotonic)
@@ -67,7 +98,13 @@ class Stats:
     """Tells whether the next batch of the running engine is ready."""
     field_bytes: int = 0
     """Bytes for the fields of the latest batches and of those before them (see `MemoryPlan`)."""
-    # only one thread changes each of them
+    # Only one thread changes each of them. Another one may read pairs, which are replaced together.
+    _waited: tuple[float, float | None] = (0.0, None)
+    """Seconds of waits that ended, and since when the caller waits now."""
+    _taken: tuple[NDArray[np.int64], TakenGroup] = field(
+        default_factory=lambda: (np.zeros(MAX_SOURCES, np.int64), NO_GROUP)
+    )
+    """Tokens by source of the groups that were taken before, and the group of now."""
     _gathered_bytes: int = 0
     _released_bytes: int = 0
     _max_ready_bytes: int = 0
@@ -105,12 +142,41 @@ class Stats:
         running = self.stager.staged_bytes if self.stager else 0
         return self.staged_bytes + running
 
-    def group_delivered(self, batches: int, seconds: float) -> None:
+    def wait_began(self, now: float) -> None:
+        """Count the time from `now` on as waited, until `wait_ended`."""
+        total, _ = self._waited
+        self._waited = total, now
+
+    def wait_ended(self, now: float) -> None:
+        """Count no further time as waited."""
+        self._waited = self._wait_total(now), None
+
+    def _wait_total(self, now: float) -> float:
+        total, since = self._waited
+        return total if since is None else total + max(0.0, now - since)
+
+    def group_delivered(self, group: TakenGroup, seconds: float) -> None:
         """Count the seconds that the caller waited for a group of batches: 0 if it was ready."""
-        self.wait += seconds
+        tokens, last = self._taken
+        self._taken = tokens + last.tokens_by_source(), group
         self.waits.append(seconds)
         # all of them are ready together with the first
-        self.waits.extend(itertools.repeat(0.0, batches - 1))
+        self.waits.extend(itertools.repeat(0.0, group.batches - 1))
+
+    @cached_property
+    def _source_names(self) -> list[str]:
+        """The name of each dataset that has a figure. Without names there is one source."""
+        names = list(self.find_source_names()) or ["data"]
+        if len(names) > MAX_SOURCES:
+            names[MAX_SOURCES - 1 :] = [OTHER_SOURCES]
+        return names
+
+    def _source_tokens(self) -> dict[str, int]:
+        """Tokens of the batches that were handed out, by dataset; those that had none are left out."""
+        tokens, group = self._taken
+        counts = (tokens + group.tokens_by_source()).tolist()
+        names = enumerate(self._source_names)
+        return {name: counts[number] for number, name in names if counts[number]}
 
     def batches_delivered(self, batches: int, ready: int) -> None:
         """Count batches that were handed out together. ready: groups that wait in the queue."""
@@ -136,6 +202,10 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """All counters and derived figures by name, as `StreamLoader.stats` returns them."""
+        # The clock is read first: what is shown of a wait is never more than what it counts when it
+        # has ended, since counters must not fall.
+        wait = self._wait_total(time.perf_counter())
+        source_tokens = self._source_tokens()
         counted = Counters()
         _add(counted, self._done)
         in_flight = 0
@@ -153,6 +223,8 @@ class Stats:
         request_p50, request_p99 = _percentiles(counted.latencies, 50, 99)
         return {
             "batches": self.batches,
+            "tokens": sum(source_tokens.values()),
+            "source_tokens": source_tokens,
             "useful_bytes": self.useful_bytes,
             "fetched_bytes": fetched_bytes,
             "staged_bytes": staged_bytes,
@@ -169,8 +241,8 @@ class Stats:
             "wait_p50": wait_p50,
             "wait_p95": wait_p95,
             "wait_p99": wait_p99,
-            "wait_total": self.wait,
-            "stall_share": self.wait / max(self.wait + self.busy, SHORTEST),
+            "wait_total": wait,
+            "stall_share": wait / max(wait + self.busy, SHORTEST),
             "ready_groups": self.ready,
             "requests_in_flight": in_flight,
             "requests_queued": queued,
@@ -250,12 +322,15 @@ class _Collector:
         self._rank = str(rank)
 
     def collect(self) -> Iterator[Any]:
-        """One metric for each figure, labelled by rank."""
+        """One metric for each figure, labelled by rank; those by dataset also by `source`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in self._stats.summary().items():
             family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
             description = name.replace("_", " ")
-            metric = family(f"streammega_{name}", description, labels=["dp_rank"])
-            metric.add_metric([self._rank], float(value))
+            by_source = isinstance(value, dict)
+            labels = ["dp_rank", "source"] if by_source else ["dp_rank"]
+            metric = family(f"streammega_{name}", description, labels=labels)
+            for source, number in (value if by_source else {"": value}).items():
+                metric.add_metric([self._rank, source][: len(labels)], float(number))
             yield metric

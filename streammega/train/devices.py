@@ -31,6 +31,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """How many processes were started together, and by what."""
 SET_VARIABLES = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
+MAX_PORT = 65535
 WORKSPACE = ":4096:8"
 """The workspace of cuBLAS: eight buffers of 4 MiB. It is one of the two values with which cuBLAS always
 sums in one order.
@@ -106,6 +107,23 @@ def process_info(environment: Mapping[str, str]) -> ProcessInfo:
         local_rank=_number(environment, names[0], 0) if names else None,
         local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
     )
+
+
+def metrics_port_of(first_port: int | None, process: ProcessInfo) -> int | None:
+    """The port of this rank, if its machine's ranks have ports from `first_port` on.
+
+    Raises ConfigError for a port that is too large.
+    """
+    if first_port is None:
+        return None
+    # without a launcher that numbers the processes of a host, all ranks may be on this one
+    port = first_port + (process.rank if process.local_rank is None else process.local_rank)
+    if port > MAX_PORT:
+        raise ConfigError(
+            f"train.metrics_port is {first_port}, and rank {process.rank} would serve on {port}; "
+            f"the largest port is {MAX_PORT}: choose a lower one"
+        )
+    return port
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -13,9 +13,14 @@ from streammega.samples.segments import short_names, split_blend
 from streammega.train.config import RunConfig
 
 
-def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
+def open_split(
+    config: RunConfig, split: str, ranks: Ranks, metrics_port: int | None = None
+) -> StreamLoader:
     """The loader of a split for a rank of a layout, with the number of samples that the run needs."""
-    return open_loader(data_of(config, split), ranks, split=split, **batch_sizes(config, split))
+    sizes = batch_sizes(config, split)
+    return open_loader(
+        data_of(config, split), ranks, split=split, metrics_port=metrics_port, **sizes
+    )
 
 
 def open_without_ranks(config: RunConfig) -> StreamLoader:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, config_facts
-from streammega.train.devices import set_numerics
+from streammega.train.devices import metrics_port_of, process_info, set_numerics
 from streammega.train.evaluation import check_valid_splits, evaluate_all
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate
@@ -98,7 +99,11 @@ class Trainer:
         margin = NCCL_MARGIN if device.type == "cuda" else 0.0
         self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout + margin))
         self.watchdog = watchdog or Watchdog(None, self.ranks.rank, layout.world_size)
-        self.loader = open_split(config, "train", self.ranks)
+        metrics_port = None
+        # Of a pipeline the last stage reads the same tokens again: they would count twice.
+        if self.ranks.at["tp"] == 0 and self.ranks.at["pp"] == 0:
+            metrics_port = metrics_port_of(train.metrics_port, process_info(os.environ))
+        self.loader = open_split(config, "train", self.ranks, metrics_port)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
         check_ranks_agree(config_facts(config, self.loader), self.ranks, device)
         self.sources = source_names(config.data)
@@ -140,6 +145,8 @@ class Trainer:
             ", ".join(f"{name} {getattr(layout, name)}" for name in DIMENSIONS),
             "once" if factor == 1 else f"{factor} times",
         )
+        if self.loader.metrics_address is not None:
+            log.info("metrics of rank 0: streammega top %s", self.loader.metrics_address)
 
     def resume(self) -> None:
         """Load the newest sound checkpoint (with train.resume_from_step, the newest up to there): weights,

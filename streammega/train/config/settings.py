@@ -177,6 +177,12 @@ class TrainConfig:
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
+    metrics_port: Annotated[int | None, Ge(1), Le(65535)] = None
+    """Serve the figures of each rank's loader to Prometheus and `streammega top`, at
+    http://127.0.0.1:PORT/metrics. Rank r of a machine has the port metrics_port + r. Of
+    a tensor-parallel group and of a pipeline the first rank serves. Needs
+    `pip install 'streammega[metrics]'`.
+    """
     collective_timeout: Annotated[float, Ge(1e-3), Le(1e9)] = 600.0
     """Seconds that ranks wait for each other in a collective before the run ends with an error."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
