@@ -16,6 +16,7 @@ import streammega
 from streammega.apps.bench import bench
 from streammega.apps.doctor import doctor
 from streammega.apps.simulate import simulate
+from streammega.apps.top import top
 from streammega.apps.view import view
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.datasets import (
@@ -180,6 +181,14 @@ COMMANDS = {
         ("streammega view run.toml", "streammega view s3://bucket/web --port 8000"),
     ),
     "diff-orders": Command(diff_orders, UNDERSTAND, ("streammega diff-orders old.toml new.toml",)),
+    "top": Command(
+        top,
+        UNDERSTAND,
+        (
+            "streammega top 127.0.0.1:9400-9407",
+            "streammega top 127.0.0.1:9400 127.0.0.1:9500 --once --json",
+        ),
+    ),
     "plot": Command(plot, UNDERSTAND, ("streammega plot runs/one",)),
 }
 """Every command by its name, in the order of the help."""

@@ -139,7 +139,7 @@ class Engine:
                     step_began = time.perf_counter()
                     batches = self._assemble(group, first)
                     first += len(batches)
-                    self.stats.batches_delivered(len(batches), self._ready.qsize())
+                    self.stats.ready = self._ready.qsize()
                     if first == num_batches:
                         self.stats.release_ready(group.nbytes)
                         del group

@@ -63,9 +63,14 @@ class TakenGroup:
     batches: int
     at_hand: int
 
+    @property
+    def taken(self) -> int:
+        """Batches that were handed out."""
+        return self.batches - self.at_hand
+
     def tokens_by_source(self) -> NDArray[np.int64]:
         """Tokens of the batches that were handed out: int64 [MAX_SOURCES]."""
-        rows = len(self.dataset_ids) // max(1, self.batches) * (self.batches - self.at_hand)
+        rows = len(self.dataset_ids) // max(1, self.batches) * self.taken
         sources = np.minimum(self.dataset_ids[:rows], MAX_SOURCES - 1)
         return self.tokens_of_row * np.bincount(sources, minlength=MAX_SOURCES)
 
@@ -83,7 +88,6 @@ class Stats:
     """
 
     find_source_names: Callable[[], Sequence[str]] = tuple
-    batches: int = 0
     useful_bytes: int = 0
     planned_bytes: int = 0
     cached_bytes: int = 0
@@ -92,19 +96,20 @@ class Stats:
     began: float = field(default_factory=time.monotonic)
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     ready: int = 0
+    """Groups that wait in the queue."""
     staged_bytes: int = 0
     stager: Stager | None = None
     is_batch_ready: Callable[[], bool] | None = None
     """Tells whether the next batch of the running engine is ready."""
     field_bytes: int = 0
     """Bytes for the fields of the latest batches and of those before them (see `MemoryPlan`)."""
-    # Only one thread changes each of them. Another one may read pairs, which are replaced together.
+    # Only one thread changes each of them. Another one may read tuples, which are replaced as a whole.
     _waited: tuple[float, float | None] = (0.0, None)
     """Seconds of waits that ended, and since when the caller waits now."""
-    _taken: tuple[NDArray[np.int64], TakenGroup] = field(
-        default_factory=lambda: (np.zeros(MAX_SOURCES, np.int64), NO_GROUP)
+    _taken: tuple[int, NDArray[np.int64], TakenGroup] = field(
+        default_factory=lambda: (0, np.zeros(MAX_SOURCES, np.int64), NO_GROUP)
     )
-    """Tokens by source of the groups that were taken before, and the group of now."""
+    """Batches, and tokens by source, of the groups that were taken before; and the group of now."""
     _gathered_bytes: int = 0
     _released_bytes: int = 0
     _max_ready_bytes: int = 0
@@ -157,8 +162,8 @@ class Stats:
 
     def group_delivered(self, group: TakenGroup, seconds: float) -> None:
         """Count the seconds that the caller waited for a group of batches: 0 if it was ready."""
-        tokens, last = self._taken
-        self._taken = tokens + last.tokens_by_source(), group
+        batches, tokens, last = self._taken
+        self._taken = batches + last.taken, tokens + last.tokens_by_source(), group
         self.waits.append(seconds)
         # all of them are ready together with the first
         self.waits.extend(itertools.repeat(0.0, group.batches - 1))
@@ -171,17 +176,12 @@ class Stats:
             names[MAX_SOURCES - 1 :] = [OTHER_SOURCES]
         return names
 
-    def _source_tokens(self) -> dict[str, int]:
-        """Tokens of the batches that were handed out, by dataset; those that had none are left out."""
-        tokens, group = self._taken
+    def _handed_out(self) -> tuple[int, dict[str, int]]:
+        """The batches that were handed out, and their tokens by dataset, without those that had none."""
+        batches, tokens, group = self._taken
         counts = (tokens + group.tokens_by_source()).tolist()
         names = enumerate(self._source_names)
-        return {name: counts[number] for number, name in names if counts[number]}
-
-    def batches_delivered(self, batches: int, ready: int) -> None:
-        """Count batches that were handed out together. ready: groups that wait in the queue."""
-        self.batches += batches
-        self.ready = ready
+        return batches + group.taken, {name: counts[n] for n, name in names if counts[n]}
 
     def hold_ready(self, nbytes: int) -> None:
         """Count gathered bytes that wait to be handed out."""
@@ -205,7 +205,7 @@ class Stats:
         # The clock is read first: what is shown of a wait is never more than what it counts when it
         # has ended, since counters must not fall.
         wait = self._wait_total(time.perf_counter())
-        source_tokens = self._source_tokens()
+        batches, source_tokens = self._handed_out()
         counted = Counters()
         _add(counted, self._done)
         in_flight = 0
@@ -222,7 +222,7 @@ class Stats:
         wait_p50, wait_p95, wait_p99 = _percentiles(self.waits, 50, 95, 99)
         request_p50, request_p99 = _percentiles(counted.latencies, 50, 99)
         return {
-            "batches": self.batches,
+            "batches": batches,
             "tokens": sum(source_tokens.values()),
             "source_tokens": source_tokens,
             "useful_bytes": self.useful_bytes,

@@ -62,6 +62,7 @@ def test_tokens_are_counted_by_dataset_as_batches_are_handed_out(
                 tokens["code" if row[0] >= 100 else "web"] += LENGTH
         stats = loader.stats()
         assert stats["source_tokens"] == {name: count for name, count in tokens.items() if count}
+        assert stats["batches"] == taken
         assert stats["tokens"] == taken * 2 * LENGTH
         served = scrape(loader)
         assert served['streammega_tokens_total{dp_rank="0"}'] == taken * 2 * LENGTH

@@ -250,6 +250,7 @@ def pair(tmp_path: Path) -> str:
         ("describe {pair} --tokens -1", "Invalid value for '--tokens'"),
         ("doctor run.toml", "is a run's file; name its data"),
         ("bench run.toml --sequence-length 8", "write section.name=value after the file"),
+        ("top runs/one", "is no address of metrics; write it as HOST:PORT"),
         ("converts a b", "Did you mean 'convert'"),
         ("convert {pair} {tmp_path}", "is a folder; give a name in it, {tmp_path}/web"),
         ("convert {pair} s3://bucket", "is a bucket; give a name in it, s3://bucket/web"),

@@ -314,6 +314,7 @@ def commands(
         ["describe", f"{root}/wbe", *storage],
         ["convert", "--storage", SECRETS["secret"], texts, f"{root}/made"],
         ["train", run, f"data.storage {SECRETS['secret']}"],
+        ["top", f"http://user:{SECRETS['secret']}@127.0.0.1:1", f"127.0.0.1:1/m?token={SECRETS['token']}"],
     ]  # fmt: skip
 
 
@@ -400,8 +401,8 @@ def test_commands_that_succeed_show_no_secret(
     bucket = stored_dataset(world)
     host = world.stored.endpoint.removeprefix("http://")
     codes = run_commands(world, source, f"s3://{bucket}", host, "obstore")
-    assert codes[:-3] == [0] * len(codes[:-3]), (world.written / f"log-{bucket}").read_text()
-    assert 0 not in codes[-3:]
+    assert codes[:-4] == [0] * len(codes[:-4]), (world.written / f"log-{bucket}").read_text()
+    assert 0 not in codes[-4:]
     check_nothing_shows(world, bucket)
 
 
