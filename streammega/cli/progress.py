@@ -36,17 +36,18 @@ class ProgressDisplay(ProgressObserver):
         self._bar: tqdm | None = None
         self.begin(stage, total)
 
-    def begin(self, stage: str, total: int | None = None) -> None:
-        """As of ProgressObserver."""
+    def begin(self, stage: str, total: int | None = None, unit: str = "B") -> None:
+        """As of ProgressObserver. unit: what is counted in place of bytes."""
         with self._lock:
             self._stage = stage
+            self._unit = unit
             self._total = total
             self._bytes = 0
             self._tokens = 0
             self._began = time.monotonic()
             if self._on_terminal:
                 self._close_bar()
-                self._bar = tqdm(unit="B", unit_scale=True, desc=stage, total=total, leave=False)
+                self._bar = tqdm(unit=unit, unit_scale=True, desc=stage, total=total, leave=False)
 
     def advance(self, size: int, tokens: int = 0) -> None:
         """As of ProgressObserver."""
@@ -96,7 +97,7 @@ class ProgressDisplay(ProgressObserver):
             seconds,
             ncols=0,  # the figures without a bar
             prefix=self._stage,
-            unit="B",
+            unit=self._unit,
             unit_scale=True,
             postfix=self._token_figures(),
         )

@@ -36,7 +36,7 @@ def prepare(
     from dataclasses import replace
 
     from streammega.cli.progress import ProgressDisplay
-    from streammega.samples.open import prepare as run
+    from streammega.samples.open import build_indices, datasets_with_indices
     from streammega.train.config import load_run
 
     settings = load_run(config, overrides or [])
@@ -45,13 +45,15 @@ def prepare(
         data = replace(data, num_samples=settings.num_samples())
     rows = []
     with ProgressDisplay("preparing") as progress:
-        for done in run(data):
+        datasets = datasets_with_indices(data)
+        progress.begin("building indices", len(datasets), unit=" datasets")
+        for done in build_indices(datasets):
             rows.append(asdict(done))
             if not as_json:
                 typer.echo(
                     f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
                 )
-            progress.begin(f"preparing, {len(rows)} datasets done")
+            progress.advance(1)
     published = redact_urls(data.index_publish_url) if data.index_publish_url else None
     summary = f"{pluralize(len(rows), 'dataset')} prepared"
     if not ORDERS[data.order].has_indices:

@@ -44,6 +44,8 @@ Opened = TypeVar("Opened")
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
+FAST_WINDOW, SLOW_WINDOW = 1.0, 4.0
+"""Seconds of a download's window, below and above which the next one is larger or smaller."""
 PARTS = ("idx", "order", "convert")
 """The folders of a cache, but for the page cache's."""
 _ANSWERS = "answers-"
@@ -222,11 +224,12 @@ def _read_name(path: Path) -> str:
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
     """The object's bytes in order, a window of concurrent parts at a time. A long download logs how
-    far it is.
+    far it is, and takes small windows where storage is slow.
     """
-    began = last_line = time.monotonic()
-    for window_start in range(0, info.size, DOWNLOAD_BYTES):
-        now = time.monotonic()
+    began = last_line = now = time.monotonic()
+    window_bytes = max(DOWNLOAD_BYTES // 8, part_bytes)
+    window_start = 0
+    while window_start < info.size:
         if window_start and now - last_line >= LINE_EVERY:
             last_line = now
             seconds_left = (now - began) * (info.size - window_start) / window_start
@@ -237,10 +240,17 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
                 info.size / 1e6,
                 seconds_left,
             )
-        window_stop = min(window_start + DOWNLOAD_BYTES, info.size)
+        window_stop = min(window_start + window_bytes, info.size)
         starts = list(range(window_start, window_stop, part_bytes))
         stops = [min(start + part_bytes, window_stop) for start in starts]
         yield from store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
+        window_start = window_stop
+        seconds = time.monotonic() - now
+        now += seconds
+        if seconds < FAST_WINDOW:
+            window_bytes = max(min(2 * window_bytes, DOWNLOAD_BYTES), part_bytes)
+        elif seconds > SLOW_WINDOW:
+            window_bytes = max(window_bytes // 2, part_bytes)
 
 
 ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]

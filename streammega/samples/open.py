@@ -120,9 +120,17 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
     With `index_publish_url` each is also published there, for nodes to download. Yields nothing for
     an order without indices.
     """
-    if not ORDERS[config.order].has_indices:
-        return
+    yield from build_indices(datasets_with_indices(config))
+
+
+def datasets_with_indices(config: DataConfig) -> list[GPTDataset]:
+    """The datasets of all splits whose indices are to be built; none in an order without indices.
+
+    Indices of blends are built, and published, with this.
+    """
     datasets: list[GPTDataset] = []
+    if not ORDERS[config.order].has_indices:
+        return datasets
     for split in _built(config):
         several = split if isinstance(split, list) else [split]
         for samples in several:
@@ -131,6 +139,11 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
             if samples.datasets != [samples]:  # a blend's own indices are built with it
                 _publish(config, samples.index_files())
             datasets += samples.datasets
+    return datasets
+
+
+def build_indices(datasets: Sequence[GPTDataset]) -> Iterator[Prepared]:
+    """Build the indices of datasets, several at once; yields each when it is done."""
     # threads: the kernels that build hold no GIL
     with ThreadPoolExecutor(num_threads()) as pool:
         futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]

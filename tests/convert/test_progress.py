@@ -29,7 +29,8 @@ from streammega.cli.progress import ProgressDisplay
 from streammega.convert import ProgressObserver, convert
 from streammega.convert import job as plan
 from streammega.errors import ConfigError
-from tests.support.builders import convert_files
+from streammega.samples import open as samples
+from tests.support.builders import convert_files, write_dataset, write_run_file
 
 LETTERS = np.frombuffer(b"abcdefghij ", np.uint8)
 TEXTS = [
@@ -230,3 +231,32 @@ def test_commands_tell_that_they_wait(
     words = words.replace("IN", str(tmp_path / "in")).replace("OUT", str(tmp_path / "out"))
     assert main(words.split()) == 1
     assert "a line was written: True" in stderr.getvalue()
+
+
+def test_prepare_tells_how_many_datasets_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = listen(monkeypatch)
+    blend = []
+    for name in ("web", "code", "math"):
+        blend.append([write_dataset(tmp_path / name, [np.arange(100)] * 20), 1.0])
+    run = write_run_file(tmp_path, data={"blend": blend}, train={"train_iters": 4})
+    prepare_one = samples._prepare_one
+    done: list[str] = []
+    in_turn = threading.Lock()
+
+    def prepare_after_a_line(dataset: Any) -> Any:
+        with in_turn:
+            while done and f"{len(done)}.00/" not in stderr.getvalue():
+                stderr.written.clear()
+                assert stderr.written.wait(60)
+            done.append(dataset)
+            return prepare_one(dataset)
+
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.01)
+    monkeypatch.setattr(samples, "_prepare_one", prepare_after_a_line)
+    assert main(["prepare", run, "--json"]) == 0
+    lines = [line for line in stderr.getvalue().splitlines() if line.startswith("building indices")]
+    (second,) = {line.split("[")[0] for line in lines if " 2.00/" in line}
+    assert second == f"building indices: {200 / len(done):3.0f}% 2.00/{len(done)}.00 "
+    assert any("<" in line and " datasets" in line for line in lines), "the time that is left"

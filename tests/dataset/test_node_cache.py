@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,34 @@ def test_a_copy_that_takes_long_says_how_far_it_is(
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (2 if name == "slow" else 0)
     assert lines[0].startswith(f"{stored}: 1 of 3 MB are copied to this node; about ")
+
+
+def test_a_copy_from_slow_storage_says_how_far_it_is_at_least_twice_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a clock that runs while bytes come: a megabyte a second."""
+    now = [0.0]
+    said: list[float] = []
+    read = LocalStore.read
+
+    def read_slowly(self: LocalStore, key: str, spans: Any, etag: str = "") -> Any:
+        now[0] += sum(stop - start for start, stop in spans) / 1e6
+        return read(self, key, spans, etag)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("streammega.dataset.local_cache.time", clock)
+    monkeypatch.setattr(LocalStore, "read", read_slowly)
+    monkeypatch.setattr(
+        "streammega.dataset.local_cache.log.warning", lambda *_: said.append(now[0])
+    )
+    stored = tmp_path / "a.idx"
+    with open(stored, "wb") as file:
+        file.truncate(150 << 20)
+    store = LocalStore()
+    data = map_local_copy(store, store.info(str(stored)), tmp_path / "cache", 1 << 20)
+    assert len(data) == 150 << 20
+    assert len(said) >= 4
+    assert max(np.diff([0.0, *said])) < 40
 
 
 def test_a_file_system_without_locks_is_an_error_that_says_what_to_do(
