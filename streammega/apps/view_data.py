@@ -7,26 +7,21 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega import (
-    DataConfig,
-    DocumentName,
-    IndexedDataset,
-    Provenance,
-    StorageConfig,
-    StreamingDataset,
-    sample_usage,
-)
+from streammega import DataConfig, IndexedDataset, StorageConfig
 from streammega.cli.options import quick
 from streammega.config import ORDERS
 from streammega.convert import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.train.config import RunConfig, load_run
+
+if TYPE_CHECKING:  # a dataset alone is shown without torch, which takes seconds to import
+    from streammega import DocumentName, StreamingDataset
+    from streammega.train.config import RunConfig
 
 WINDOW = 2048
 """Tokens of a document or a sample that a page shows."""
@@ -300,6 +295,9 @@ class Run:
 
     def __init__(self, path: str, overrides: Sequence[str], tokenizer: str | None) -> None:
         self.name = path
+        from streammega import Provenance
+        from streammega.train.config import load_run
+
         run = load_run(path, overrides)
         train = run.train
         # with the versions that were appended until now; it appends none
@@ -321,6 +319,8 @@ class Run:
 
     def _reader(self, rank: int, ranks: int) -> StreamingDataset:
         """What a rank reads. Raises ConfigError where the ranks do not divide the batches."""
+        from streammega import StreamingDataset
+
         train = self.config.train
         return StreamingDataset(
             self.config.data,
@@ -342,6 +342,8 @@ class Run:
 
     def document_name(self, dataset: int, document: int) -> DocumentName:
         """A document of a dataset by its shard."""
+        from streammega import DocumentName
+
         firsts = self.first_documents(dataset)
         shard = int(np.searchsorted(firsts, document, side="right")) - 1
         return DocumentName(dataset, shard, document - int(firsts[shard]))
@@ -349,6 +351,8 @@ class Run:
     @cached_property
     def phases(self) -> Sequence[Any]:
         """What each phase takes from its datasets."""
+        from streammega import sample_usage
+
         end = self.schedule.samples_of_step(self.last_step).stop
         return sample_usage(self.provenance, end, self.schedule.excluded)
 

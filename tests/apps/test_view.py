@@ -227,6 +227,18 @@ def test_a_dataset_alone_has_documents_and_no_steps(folder: Path) -> None:
     assert site.get("/step").status_code == 404
 
 
+def test_a_dataset_alone_is_shown_without_torch(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "from streammega import StorageConfig\n"
+        "from streammega.apps.view_data import Dataset\n"
+        "from streammega.apps.view_pages import Pages\n"
+        f"Pages(Dataset({str(folder / 'web')!r}, StorageConfig(), None, None)).documents({{}})\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_without_a_tokenizer_ids_are_shown_and_searched(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "ids", [[5, 6, 7], [65, 66, 67, 68], [6], []])
     site = client_of(Dataset(prefix, StorageConfig(), None, None))
