@@ -83,6 +83,7 @@ def test_a_loader_that_has_not_begun_has_counted_nothing(config: DataConfig) -> 
     with StreamLoader(config, micro_batch_size=4, global_batch_size=GLOBAL) as loader:
         counted = loader.stats()
     assert counted.pop("seconds") >= 0
+    assert counted.pop("source_tokens") == {}
     assert counted == dict.fromkeys(counted, 0)
 
 

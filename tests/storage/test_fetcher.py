@@ -411,22 +411,30 @@ def test_a_straggler_is_sent_again_although_nobody_waits_and_few_answers_come() 
 
 def test_nothing_is_sent_again_where_all_answers_are_late_and_in_order() -> None:
     """As on a link that is full: further copies would only delay what is needed first."""
-    number_sent = iter(range(10**6))
-    link = threading.Lock()
+    sent: list[float] = []
+    answered = threading.Condition()
+    turn = 0
 
     def act(start: int) -> None:
-        if start:
-            with link:
-                time.sleep(0.02)
-        next(number_sent)
+        nonlocal turn
+        if not start:
+            return
+        with answered:
+            place = len(sent)
+            sent.append(start)
+            answered.wait_for(lambda: turn == place)
+            time.sleep(0.02)
+            turn += 1
+            answered.notify_all()
 
     store: Any = Recorded(act)
     made = fetcher_that_knows_quick_answers(store)
+    made.counters.requests = 1000  # of them fifty may be sent again
     try:
         late = [one_read(store, f"late{number}", SIZE, start=SIZE) for number in range(24)]
         made.submit(late)
         made.wait(late)
-        assert made.counters.hedges <= 2 * FEW_LATE, "the first or last ones may be few"
+        assert made.counters.hedges <= 4 * FEW_LATE, "while a few are late, at both ends"
     finally:
         made.close()
 

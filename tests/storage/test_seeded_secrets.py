@@ -263,6 +263,10 @@ SOURCES = (
 )
 
 
+FAIL = 5
+"""The last ones of `commands` fail."""
+
+
 def commands(
     world: World, root: str, options: Mapping[str, Any], transport: str
 ) -> list[list[str]]:
@@ -312,6 +316,7 @@ def commands(
         ["diff-orders", run, run, "--html", f"{folder}/diff.html"],
         ["cache", "ls", f"{folder}/pages"],
         ["describe", f"{root}/wbe", *storage],
+        ["view", f"{root}/wbe", *storage],
         ["convert", "--storage", SECRETS["secret"], texts, f"{root}/made"],
         ["train", run, f"data.storage {SECRETS['secret']}"],
         ["top", f"http://user:{SECRETS['secret']}@127.0.0.1:1", f"127.0.0.1:1/m?token={SECRETS['token']}"],
@@ -401,8 +406,8 @@ def test_commands_that_succeed_show_no_secret(
     bucket = stored_dataset(world)
     host = world.stored.endpoint.removeprefix("http://")
     codes = run_commands(world, source, f"s3://{bucket}", host, "obstore")
-    assert codes[:-4] == [0] * len(codes[:-4]), (world.written / f"log-{bucket}").read_text()
-    assert 0 not in codes[-4:]
+    assert codes[:-FAIL] == [0] * len(codes[:-FAIL]), (world.written / f"log-{bucket}").read_text()
+    assert 0 not in codes[-FAIL:]
     check_nothing_shows(world, bucket)
 
 
