@@ -86,7 +86,7 @@ def append(
         url = version_url(prefix, number)
         store, key = open_store(url, storage)
         # False: there is a version of this number. It may be this one, whose answer was lost.
-        if create(store, key, manifest.to_json(parent)):
+        if create(store, key, manifest.without_ends().to_json(parent)):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
 
 

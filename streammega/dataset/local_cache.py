@@ -37,6 +37,7 @@ from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
 from streammega.storage.cache.cache_folder import check_owner
 from streammega.storage.etags import warn_unversioned
+from streammega.storage.open import settings_digest
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
@@ -398,29 +399,38 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 
 
 def open_once_per_node(
-    names: Sequence[str], cache_dir: str | Path | None, open_data: Callable[[], Opened]
+    names: Sequence[str],
+    storage: StorageConfig,
+    cache_dir: str | Path | None,
+    open_data: Callable[[], Opened],
 ) -> Opened:
     """What `open_data` opens. Of several processes of this node that open datasets of these names at the
-    same time, one asks the servers, and the others have its answers.
+    same time, with the same settings and environment, one asks the servers, and the others have its
+    answers.
 
-    A process takes only answers that were complete after it began to wait. Where the cache cannot hold
-    a lock, each process asks. Raises what `open_data` raises.
+    A process takes only answers that were complete after it began to wait. Where there are none
+    then, and where the cache cannot hold a lock, each process asks. Raises what `open_data` raises.
     """
     if are_shared():
         return open_data()
-    stack = ExitStack()
     try:
         folder = cache_folder(cache_dir) / "idx"
-        path = folder / f"{_ANSWERS}{digest_of(json.dumps(names))}"
-        waiting = path.with_suffix(".waiting")
-        before = _stamp(path)
-        with node_lock(waiting, fcntl.LOCK_SH):
-            stack.enter_context(node_lock(path.with_suffix(".lock")))
     except CacheError as error:
         log.debug("%s; datasets are opened without it", error)
         return open_data()
-    with stack:
-        if _stamp(path) == before:
+    # The environment may name another server, or a user who may read other objects.
+    digest = digest_of(json.dumps([*names, settings_digest(storage).hex()]))
+    path = folder / f"{_ANSWERS}{digest}"
+    lock = path.with_suffix(".lock")
+    waiting = path.with_suffix(".waiting")
+    before = _stamp(path)
+    with ExitStack() as stack:
+        is_first = True
+        try:
+            stack.enter_context(node_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except CacheError:
+            is_first = False
+        if is_first:
             answers = Answers()
             try:
                 with answers.shared():
@@ -431,10 +441,14 @@ def open_once_per_node(
                     remove_unused(folder, _ANSWERS, UNUSED_ANSWERS_DAYS)
                     with suppress(CacheError):
                         write_atomically(path, [answers.to_bytes()], 0)
-    # Without the lock: others wait for it.
     try:
+        with node_lock(waiting, fcntl.LOCK_SH), node_lock(lock, fcntl.LOCK_SH):
+            pass
+        if _stamp(path) == before:
+            raise ValueError("the process that asked has left no answers")
         answers = Answers.from_bytes(path.read_bytes())
-    except (OSError, ValueError):
+    except (CacheError, OSError, ValueError) as error:
+        log.debug("%s: %s; datasets are opened without it", path, error)
         return open_data()
     with answers.shared():
         return open_data()
@@ -478,6 +492,9 @@ def node_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
             ) from None
         yield
     finally:
+        # A process that was forked meanwhile has the descriptor too, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

@@ -44,7 +44,7 @@ class ShardEntry:
     """One shard.
 
     name: its prefix, without the folder of the manifest. checksums: xxh3-128 of each 64 MiB, as stored.
-    ends: `TokenEnds.digest` of its tokens; empty where it is not known.
+    ends: `TokenEnds.digest` of its tokens; empty where it is not known. Joined manifests leave it out.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ShardEntry:
     checksums: Sequence[str]
     index_bytes: int
     index_checksums: Sequence[str]
-    ends: str = ""
+    ends: str = field(default="", compare=False)
 
 
 _TYPE_OF_FIELD: dict[str, type] = {
@@ -117,6 +117,12 @@ class Manifest:
     def token_dtype(self) -> np.dtype[Any]:
         """The dtype of tokens, little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
+
+    def without_ends(self) -> Manifest:
+        """The same without `ends` of its shards. For a manifest that is written later than its shards
+        were: a shard that was changed meanwhile would seem older than `ends`.
+        """
+        return replace(self, shards=[replace(shard, ends="") for shard in self.shards])
 
     @property
     def bin_tokens(self) -> int | None:

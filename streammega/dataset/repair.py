@@ -255,5 +255,5 @@ def _put_manifest(
     multimodal = manifest.multimodal and len(rebuilt) < len(shards)
     changed = replace(manifest.with_shards(shards), multimodal=multimodal)
     url = manifest_url(name)
-    save_bytes(url, changed.to_json(), storage)
+    save_bytes(url, changed.without_ends().to_json(), storage)
     return f"{redact_urls(url)}: describes the new .idx files now"

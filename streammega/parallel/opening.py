@@ -24,7 +24,8 @@ def open_together(
     of the data. Anything that opens remote data fits: a StreamLoader, StreamingDataset, IndexedDataset.
 
     Args:
-        open_data: called once on every rank. In the first rank it runs in a thread.
+        open_data: called once on every rank. In the first rank it runs in a thread. It calls no
+            collectives, and so neither `open_loader` nor this function.
         group: None: all ranks of torch.distributed. A group with NCCL alone, and a single process, open
             without it.
 

@@ -84,7 +84,8 @@ def open_datasets(
 
     # For fewer, a file costs more than it saves.
     if sum(map(is_remote, missing)) > MAX_LOOKED_UP:
-        newly_opened = iter(open_once_per_node(missing, config.index_cache_dir, open_missing))
+        once = open_once_per_node(missing, config.storage, config.index_cache_dir, open_missing)
+        newly_opened = iter(once)
     else:
         newly_opened = iter(open_missing())
     opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]

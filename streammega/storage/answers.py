@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import xxhash
@@ -62,15 +63,20 @@ class Answers:
         """The answers that `to_bytes` gave. Raises ValueError for other bytes."""
         answers = cls()
         try:
-            answers._received = parse_json(zlib.decompress(stored))
+            received = parse_json(zlib.decompress(stored))
         except zlib.error as error:
             raise ValueError(str(error)) from None
+        if not isinstance(received, dict):
+            raise ValueError("it holds no answers by their requests")
+        answers._received = received
         return answers
 
     def ask(self, request: str, send: Callable[[], Any]) -> Any:
         """The answer to a request, which `send` sends. Raises ObjectNotFoundError, and what it raises."""
         if request in self._received:
-            return _decode(self._received[request])
+            # Another version of this program may have written them in another way.
+            with suppress(TypeError, ValueError):
+                return _decode(self._received[request])
         try:
             answer = send()
         except ObjectNotFoundError as error:
@@ -84,6 +90,15 @@ class Answers:
         """Drop them, because an object has changed since."""
         self._recorded.clear()
         self._received.clear()
+
+
+def _end_in_child() -> None:
+    """The thread that would end to share them is not in a forked child."""
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 def are_shared() -> bool:
@@ -142,7 +157,7 @@ def _decode(encoded: Any) -> Any:
         key, size, etag, modified = values
         return ObjectInfo(key=key, size=size, etag=etag, modified=modified)
     if kind == "bytes":
-        return memoryview(base64.b64decode(values[0]))
+        return memoryview(base64.b64decode(values[0], validate=True))
     if kind == "missing":
         raise ObjectNotFoundError(values[0])
     return [_decode(part) for part in values[0]]

@@ -206,7 +206,7 @@ def _shared(scheme: str, root: str, config: StorageConfig) -> Store:
     """One store, with its connections and threads, for all that is open under the same root and
     settings.
     """
-    identity = (scheme, root, _digest_of(config))
+    identity = (scheme, root, settings_digest(config))
     # Two threads that open the same at once must get one store.
     with _lock:
         shared: Store | None = _stores.get(identity)
@@ -216,7 +216,7 @@ def _shared(scheme: str, root: str, config: StorageConfig) -> Store:
         return shared
 
 
-def _digest_of(config: StorageConfig) -> bytes:
+def settings_digest(config: StorageConfig) -> bytes:
     """A digest of the settings, and of what clients read of the environment. Both may hold secrets.
 
     The latest digest is kept, for thousands of shards are opened one after the other.

@@ -103,6 +103,8 @@ class Trainer:
         # Of a pipeline the last stage reads the same tokens again: they would count twice.
         if self.ranks.at["tp"] == 0 and self.ranks.at["pp"] == 0:
             metrics_port = metrics_port_of(train.metrics_port, process_info(os.environ))
+        # In some orders all ranks open together: a rank of another order would not take part.
+        check_ranks_agree({"data.order": repr(config.data.order)}, self.ranks, device)
         self.loader = open_split(config, "train", self.ranks, metrics_port)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
         check_ranks_agree(config_facts(config, self.loader), self.ranks, device)

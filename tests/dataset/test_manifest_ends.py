@@ -5,6 +5,7 @@ believed.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
+from streammega.dataset.append import append
 from streammega.dataset.headers import read_ends
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES
+from streammega.dataset.repair import repair_index
 from streammega.dataset.shard import Shard
 from streammega.dataset.token_ends import ends_of_hex
 from streammega.errors import FormatError
@@ -38,13 +41,13 @@ def served(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
         yield server, tmp_path / "b"
 
 
-def opened(server: Running, cache: Path) -> tuple[Any, int]:
+def opened(server: Running, cache: Path, name: str = "web") -> tuple[Any, int]:
     """(identity, requests) of a loader that is opened."""
     storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
     store, key = open_store(f"s3://b/web{MANIFEST}", storage)
     store.info(key)  # so that missing objects are no reason to look for the bucket
     config = DataConfig(
-        blend=["s3://b/web"],
+        blend=[f"s3://b/{name}"],
         sequence_length=8,
         order="stream",
         index_cache_dir=cache,
@@ -55,6 +58,13 @@ def opened(server: Running, cache: Path) -> tuple[Any, int]:
         after = server.counts()
         asked = sum(after[name] - before[name] for name in ("requests", "lists"))
         return loader.state_dict()["order"], asked
+
+
+def identity_on_disk(name: Path) -> Any:
+    """That of the same dataset by its files, whose tokens are always read."""
+    config = DataConfig(blend=[str(name)], sequence_length=8, order="stream")
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
+        return loader.state_dict()["order"]
 
 
 def without_ends(manifest: Path) -> None:
@@ -74,9 +84,7 @@ def test_a_manifest_with_ends_spares_the_reads_of_tokens_and_keeps_the_identity(
     former_identity, former_requests = opened(server, tmp_path / "c2")
     assert identity == former_identity
     assert former_requests - requests == 2, "tokens of the first and of the last shard"
-    local = DataConfig(blend=[str(bucket / "web")], sequence_length=8, order="stream")
-    with StreamLoader(local, micro_batch_size=1, global_batch_size=1) as loader:
-        assert loader.state_dict()["order"] == identity
+    assert identity_on_disk(bucket / "web") == identity
 
 
 @pytest.mark.guarantee("manifest-ends")
@@ -96,6 +104,29 @@ def test_tokens_that_are_newer_than_their_manifest_are_read(
     os.utime(path, (later, later))
     changed, _ = opened(server, tmp_path / "c3")
     assert changed != identity, "other tokens of the same size were not noticed"
+
+
+@pytest.mark.guarantee("manifest-ends")
+@pytest.mark.parametrize("command", ["append", "repair"])
+def test_a_manifest_that_is_written_after_tokens_were_changed_does_not_hide_that(
+    served: tuple[Running, Path], tmp_path: Path, command: str
+) -> None:
+    server, bucket = served
+    now = time.time()
+    for path in bucket.iterdir():
+        os.utime(path, (now - 200, now - 200))
+    first, *_, last = sorted(bucket.glob("web-*.bin"))
+    first.write_bytes(bytes(first.stat().st_size))
+    os.utime(first, (now - 100, now - 100))
+    if command == "append":
+        append(str(bucket / "all"), [str(bucket / "web")])
+        name = "all@1"
+    else:
+        last.with_suffix(".idx").unlink()
+        repair_index(str(bucket / "web"), eod_id=0, force=True)
+        name = "web"
+    identity, _ = opened(server, tmp_path / "cache", name)
+    assert identity == identity_on_disk(bucket / name)
 
 
 @pytest.mark.guarantee("manifest-ends")

@@ -395,7 +395,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_where_no_lock_can_be_kept_each_process_opens_by_itself(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert open_once_per_node(["s3://b/web"], tmp_path / "file", lambda: 7) == 7
+    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path / "file", lambda: 7) == 7
 
 
 @pytest.mark.guarantee("open-once-per-node")
@@ -404,7 +404,7 @@ def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path:
         raise StorageError("the server does not answer")
 
     with pytest.raises(StorageError, match="does not answer"):
-        open_once_per_node(["s3://b/web"], tmp_path, fail)
+        open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, fail)
     context = multiprocessing.get_context("fork")
     began = context.Event()
     holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
@@ -412,9 +412,72 @@ def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path:
     assert began.wait(30)
     timer = threading.Timer(0.2, holder.kill)
     timer.start()
-    assert open_once_per_node(["s3://b/web"], tmp_path, lambda: 7) == 7
+    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, lambda: 7) == 7
     timer.join()
     holder.join()
+
+
+@pytest.mark.guarantee("open-once-per-node")
+def test_processes_that_waited_for_one_that_was_killed_open_at_the_same_time(
+    tmp_path: Path,
+) -> None:
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+    all_open = context.Barrier(2)
+    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
+    holder.start()
+    assert began.wait(30)
+    others = [
+        context.Process(target=_open_when_all_do, args=(tmp_path, all_open)) for _ in range(2)
+    ]
+    for other in others:
+        other.start()
+    while not all(map(_waits_for_lock, others)):
+        time.sleep(0.01)
+    holder.kill()
+    for process in (holder, *others):
+        process.join()
+    assert [other.exitcode for other in others] == [0, 0], "one opened after the other"
+
+
+@pytest.mark.guarantee("open-once-per-node")
+def test_processes_with_another_environment_share_no_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.invalid")
+    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
+    holder.start()
+    assert began.wait(30)
+    timer = threading.Timer(5, holder.kill)
+    timer.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other.invalid")
+    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, lambda: 7) == 7
+    assert holder.is_alive(), "it was waited for"
+    timer.cancel()
+    holder.kill()
+    holder.join()
+
+
+def test_a_lock_ends_where_another_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with node_lock(tmp_path / "lock"):
+        child = context.Process(target=time.sleep, args=(600,))
+        child.start()
+    with node_lock(tmp_path / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+        pass
+    child.kill()
+    child.join()
+
+
+def _waits_for_lock(process: Any) -> bool:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and str(process.pid) in line.split() for line in lines)
+
+
+def _open_when_all_do(folder: Path, all_open: Any) -> None:
+    open_once_per_node(["s3://b/web"], StorageConfig(), folder, lambda: all_open.wait(10))
 
 
 def _open_for_ever(folder: Path, began: Any) -> None:
@@ -422,4 +485,4 @@ def _open_for_ever(folder: Path, began: Any) -> None:
         began.set()
         time.sleep(600)
 
-    open_once_per_node(["s3://b/web"], folder, open_data)
+    open_once_per_node(["s3://b/web"], StorageConfig(), folder, open_data)

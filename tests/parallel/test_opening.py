@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from streammega import DataConfig, ParallelLayout, StorageConfig, StreamLoader
-from streammega.storage.answers import Answers
+from streammega import DataConfig, IndexedDataset, ParallelLayout, StorageConfig, StreamLoader
+from streammega.storage.answers import Answers, are_shared
 from tests.support.builders import write_lengths, write_manifest
 from tests.support.gang import Gang
-from tests.support.rank_programs import error_of_opening, open_alone, open_and_read
+from tests.support.rank_programs import (
+    error_of_opening,
+    open_alone,
+    open_and_read,
+    open_documents_together,
+)
 from tools.bench.object_server import Running, running
 
 SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
@@ -79,6 +86,20 @@ def test_ranks_that_do_not_read_send_no_request(
 
 
 @pytest.mark.guarantee("open-together")
+def test_anything_that_is_opened_together_is_asked_for_once(
+    gang: Gang, served: tuple[Running, list[str]], config: DataConfig
+) -> None:
+    server, (name, *_) = served
+    before = asked(server)
+    documents = len(IndexedDataset(name, config.storage))
+    alone = asked(server) - before
+    before = asked(server)
+    results = gang.run(3, open_documents_together, name, config.storage)
+    assert asked(server) - before <= alone + 1, "but for the look whether the bucket is there"
+    assert results == [documents] * 3
+
+
+@pytest.mark.guarantee("open-together")
 def test_an_error_of_the_first_rank_is_that_of_all(gang: Gang, config: DataConfig) -> None:
     wrong = replace(config, blend=["s3://b/missing"])
     first, other = gang.run(2, error_of_opening, ParallelLayout(dp=2), wrong, SIZES)
@@ -126,6 +147,23 @@ def test_answers_are_the_same_again_and_others_are_asked_for(
         assert asked(server) == before
         assert identity(replace(config, split="55,45,0")) != first, "other pointers are read"
     assert asked(server) > before
-    for wrong in (b"", b"x", stored[:-3]):
+    for wrong in (b"", b"x", stored[:-3], zlib.compress(b"[]"), zlib.compress(b"[" * 100_000)):
         with pytest.raises(ValueError, match=r"."):
             Answers.from_bytes(wrong)
+
+
+def test_an_answer_of_another_form_is_asked_for() -> None:
+    for wrong in ('["info", "key"]', "7", '["bytes", "?"]', '["bytes", 7]'):
+        answers = Answers.from_bytes(zlib.compress(f'{{"request": {wrong}}}'.encode()))
+        assert answers.ask("request", lambda: 7) == 7
+
+
+def test_a_process_that_is_forked_meanwhile_asks_by_itself() -> None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe()
+    with Answers().shared():
+        child = context.Process(target=lambda: sender.send(are_shared()))
+        child.start()
+        assert are_shared()
+    assert receiver.recv() is False
+    child.join()

@@ -13,12 +13,15 @@ import torch.distributed as dist
 
 from streammega import (
     DataConfig,
+    IndexedDataset,
     ParallelLayout,
     RankBatches,
     Ranks,
+    StorageConfig,
     StreamLoader,
     StreammegaError,
     get_batch,
+    open_together,
 )
 from streammega.parallel import open_loader
 
@@ -115,3 +118,8 @@ def open_alone(rank: int, config: DataConfig, sizes: dict[str, Any], dp_size: in
     dist.barrier()
     with StreamLoader(config, dp_rank=rank, dp_size=dp_size, **sizes) as loader:
         return loader.state_dict()["order"]
+
+
+def open_documents_together(rank: int, name: str, storage: StorageConfig) -> int:
+    """How many documents a rank sees of a dataset that all ranks open."""
+    return len(open_together(lambda: IndexedDataset(name, storage)))

@@ -60,6 +60,20 @@ def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
 
 
 @pytest.mark.guarantee("ranks-train-same")
+def test_ranks_of_other_orders_are_named_before_some_open_together(
+    gang: Gang, tmp_path: Path
+) -> None:
+    run_file = write_layout_run(tmp_path)
+    sizes = "train.global_batch_size=24"
+    orders = [[sizes, f'data.order="{order}"'] for order in ("stream", "megatron", "stream")]
+    for message in gang.run(3, started_with, run_file, orders):
+        assert message == (
+            "ranks do not train the same run: data.order is 'megatron' on rank 1, "
+            "'stream' on ranks 0, 2"
+        )
+
+
+@pytest.mark.guarantee("ranks-train-same")
 def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
     gang: Gang, tmp_path: Path
 ) -> None:
