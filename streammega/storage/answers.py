@@ -26,6 +26,8 @@ from streammega.storage.store import ObjectInfo
 Method = TypeVar("Method", bound=Callable[..., Any])
 MAX_READ_BYTES = 1 << 20
 """Larger reads are not recorded: they are copies of indices, which processes of a node share on disk."""
+MAX_BYTES = 1 << 31
+"""Most bytes of recorded answers that are unpacked."""
 _COMPRESSION = 1
 _current: Answers | None = None
 """Those that are shared in this process now."""
@@ -62,10 +64,14 @@ class Answers:
     def from_bytes(cls, stored: bytes) -> Answers:
         """The answers that `to_bytes` gave. Raises ValueError for other bytes."""
         answers = cls()
+        unpacking = zlib.decompressobj()
         try:
-            received = parse_json(zlib.decompress(stored))
+            text = unpacking.decompress(stored, MAX_BYTES)
         except zlib.error as error:
             raise ValueError(str(error)) from None
+        if not unpacking.eof:
+            raise ValueError(f"it is cut off, or has more than {MAX_BYTES:,} bytes")
+        received = parse_json(text)
         if not isinstance(received, dict):
             raise ValueError("it holds no answers by their requests")
         answers._received = received

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from streammega import DataConfig, IndexedDataset, ParallelLayout, StorageConfig, StreamLoader
+from streammega.storage import answers as answers_module
 from streammega.storage.answers import Answers, are_shared
 from tests.support.builders import write_lengths, write_manifest
 from tests.support.gang import Gang
@@ -150,6 +151,13 @@ def test_answers_are_the_same_again_and_others_are_asked_for(
     for wrong in (b"", b"x", stored[:-3], zlib.compress(b"[]"), zlib.compress(b"[" * 100_000)):
         with pytest.raises(ValueError, match=r"."):
             Answers.from_bytes(wrong)
+
+
+def test_answers_that_unpack_to_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers_module, "MAX_BYTES", 1000)
+    assert Answers.from_bytes(zlib.compress(b"{}".ljust(1000)))
+    with pytest.raises(ValueError, match="more than 1,000 bytes"):
+        Answers.from_bytes(zlib.compress(b"{}".ljust(1001)))
 
 
 def test_an_answer_of_another_form_is_asked_for() -> None:
