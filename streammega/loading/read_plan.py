@@ -294,15 +294,15 @@ def _addresses_in_cache(file: TokenFile) -> tuple[int, int]:
 def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     """The file with its reads through the cache.
 
-    Returns the file unchanged if it is local, empty or without an ETag, or if the disk of the cache
-    cannot be used.
+    Returns the file unchanged if it is local or without an ETag, or if the disk of the cache cannot be
+    used.
     """
-    size = file.num_tokens * file.dtype.itemsize
-    if size == 0 or file.store.is_local:
+    if file.store.is_local:
         return file
     if not file.etag:  # pages of an old object and of a new one would look alike
         warn_unversioned(file.url)
         return file
+    size = file.num_tokens * file.dtype.itemsize
     cached = open_cached(cache, file.url, file.etag, size)
     return replace(file, store=CachedStore(file.store, cached)) if cached else file
 

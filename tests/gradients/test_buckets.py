@@ -341,6 +341,14 @@ def test_a_loss_scale_falls_together_and_rises_after_good_steps(rank: int) -> No
     ]
 
 
+def test_a_loss_scale_doubles_after_a_thousand_good_steps() -> None:
+    scale = LossScale()
+    for _ in range(1000):
+        assert scale.value == 2**16
+        assert scale.unscale([], torch.device("cpu"))
+    assert scale.value == 2**17
+
+
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.float32, 1e38)], ids=str)
 def test_finite_gradients_whose_norm_overflows_are_good(dtype: torch.dtype, value: float) -> None:
     scale = LossScale(2.0)
@@ -361,6 +369,17 @@ def test_a_loss_scale_that_cannot_fall_further_ends_the_run() -> None:
     assert is_good(1.0)
     with pytest.raises(GradientError, match="not finite at the least loss scale, 1"):
         is_good(math.inf)
+
+
+def test_backward_passes_that_are_expected_add_up_until_the_last() -> None:
+    ours = BucketedDataParallel(make_net())
+    theirs = make_net()
+    with ours.expect(3):
+        for micro in range(3):
+            for model in (ours, theirs):
+                loss_of(model, ids_of(0, 0, micro)).backward()
+    ours.finish_grad_sync()
+    assert_same_gradients(ours.module, theirs)
 
 
 @pytest.mark.guarantee("gradients-not-zeroed")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, kernels
 from streammega.kernels.fields import document_bounds, sequence_bounds
-from streammega.kernels.plan import gather_rows
+from streammega.kernels.plan import cached_rows, gather_rows
 from streammega.kernels.sample_index import build_sample_index
-from streammega.kernels.shuffle import LegacyShuffler
+from streammega.kernels.shuffle import LegacyShuffler, _draw_wide
 from streammega.samples.fetch import coalesce
 from streammega.samples.fields import batch_fields
 
@@ -63,6 +63,18 @@ def test_shuffles_agree_around_powers_of_two(size: int) -> None:
     np.random.RandomState(7).shuffle(expected)
     LegacyShuffler(7).shuffle(got)
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("largest", [2**33 - 1, 2**32, 3 * 2**40])
+def test_targets_of_more_than_a_word_are_those_that_numpy_draws(largest: int) -> None:
+    """No test has memory for so many elements, so numbers are drawn without them."""
+    random = np.random.RandomState(7)
+    _, key, position, _, _ = random.get_state(legacy=True)
+    state = (np.array(key, np.uint32), np.empty(len(key), np.uint32), np.array([position]))
+    target = np.empty(1, np.int64)
+    for expected in random.randint(0, largest + 1, 1000, np.int64):
+        _draw_wide(largest, *state, target)
+        assert target[0] == expected
 
 
 def sample_index_by_search(
@@ -241,6 +253,24 @@ def test_rows_of_ids_are_gathered_and_widened(
         assert counts[row] == len(expected)
         np.testing.assert_array_equal(whole[row, : len(expected)], expected)
         assert (whole[row, len(expected) :] == -9).all()
+
+
+def test_rows_are_served_from_one_chunk_whose_pages_are_all_there() -> None:
+    page_bytes, chunk_bytes, zero = 4, 8, 9
+    is_there = np.array([1, 1, 0, 1], np.uint8)
+    mapped = np.array([1000, 2000])
+    rows = np.array([(1, 7), (6, 10), (8, 12), (13, 15), (10, 14), (14, 17), (3, 3)])
+    start, stop = np.ascontiguousarray(rows.T)
+    slot = np.full(len(rows), -1)
+    offset = np.zeros(len(rows), np.int64)
+    served = cached_rows(
+        np.empty(0, np.uint8), np.empty(0, np.int64),
+        np.array([is_there.ctypes.data]), np.array([mapped.ctypes.data]), np.zeros(len(rows), np.int64), start, stop,
+        np.array([16]), page_bytes, chunk_bytes, zero, slot, offset,
+    )  # fmt: skip
+    assert served == 6 + 2
+    assert slot.tolist() == [zero, -1, -1, zero, -1, -1, -1]
+    assert offset.tolist() == [1001, 0, 0, 2005, 0, 0, 0]
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))

@@ -26,6 +26,7 @@ from streammega import (
     DataConfig,
     IndexedDatasetWriter,
     PhaseConfig,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
 )
@@ -44,7 +45,7 @@ from streammega.storage.fetch import buffer_pool
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from tests.support.builders import write_dataset, write_lengths
-from tests.support.streams import blend_of, config_of, storage_of, stream
+from tests.support.streams import blend_of, config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running
 
 FILES = 3
@@ -472,15 +473,48 @@ def test_memory_is_planned_for_masks_of_sequences(tmp_path: Path) -> None:
     assert ready_bytes[0] < ready_bytes[1]
 
 
-def lookahead_with_room(server: Running, cache: Path, samples: int) -> tuple[Lookahead, int]:
-    """One that may plan far ahead, as memory and samples are no limit, and its slabs' batches."""
+def test_memory_is_planned_for_all_fields_of_a_batch(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    config = config_of("stream", str(tmp_path), tmp_path / "cache", StorageConfig())
+    config = replace(config, shuffle_lanes=64)
+    loader = StreamLoader(config, micro_batch_size=64, global_batch_size=64)
+    memory = plan_reading(loader.dataset.steps, 0, 1 << 26).memory
+    with loader:
+        batch = next(iter(loader))
+    nbytes = sum(field.nbytes for field in batch.values())
+    assert memory.field_bytes >= memory.field_batches * nbytes
+
+
+def lookahead_with_room(
+    server: Running, cache: Path, samples: int, **limits: Any
+) -> tuple[Lookahead, int]:
+    """One that may plan far ahead, as memory and samples are no limit, and its slabs' batches.
+
+    limits: fields of its memory plan.
+    """
     storage = replace(storage_of(server, "obstore"), memory_bytes=100_000_000)
     config = replace(config_of("stream", "s3:/", cache, storage), num_samples=(samples, 0, 0))
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     reading = plan_reading(steps, 0, storage.memory_bytes)
+    reading = replace(reading, memory=replace(reading.memory, **limits))
     positions = iter(range(0, samples, 4))
     lookahead = Lookahead(steps, reading, positions, fetcher=None, stats=Stats())
     return lookahead, reading.memory.group_batches
+
+
+def test_a_shard_without_tokens_is_read_with_a_cache(server: Running, tmp_path: Path) -> None:
+    for name, tokens in (("full", 2000), ("none", 0)):
+        write_lengths(f"{server.root}/data/shards/{name}", [tokens])
+    storage = replace(
+        storage_of(server, "obstore"), cache_dir=tmp_path / "pages", cache_chunk_bytes=1 << 20
+    )
+    config = replace(
+        config_of("stream", "s3:/", tmp_path / "cache", storage, samples=24),
+        blend=["s3://data/shards/"],
+    )
+    expected = stream(replace(config, blend=[f"{server.root}/data/shards/"]))
+    for _ in range(2):
+        assert torch.equal(stream(config), expected)
 
 
 @pytest.mark.guarantee("first-spans-small")
@@ -496,6 +530,22 @@ def test_training_starts_with_the_first_parts(server: Running, tmp_path: Path) -
     assert planned[0] <= group_batches
     assert planned == sorted(planned)
     assert planned[-1] > planned[0]
+
+
+@pytest.mark.guarantee("memory-budget-never")
+def test_groups_end_before_they_open_too_many_bytes(server: Running, tmp_path: Path) -> None:
+    """Only a lone batch may open more."""
+    most = 20_000
+    lookahead, _ = lookahead_with_room(server, tmp_path, 300, opening_bytes=most)
+    while not lookahead.exhausted:
+        lookahead.plan_window()
+    batches = []
+    while (group := lookahead.take_group()) is not None:
+        opened = sum(rounded(buffer.size) for buffer in group.buffers)
+        batches.append(len(group.consumed))
+        assert opened <= most or batches[-1] == 1
+    assert sum(batches) == 300 // 4
+    assert max(batches) > 1 == min(batches)
 
 
 @pytest.mark.guarantee("memory-batches-used")

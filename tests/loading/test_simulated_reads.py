@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from streammega import (
     StreammegaError,
     simulate_reads,
 )
+from streammega.loading.simulate import DOCUMENT_TOKENS, make_manifest
 from streammega.storage.backends.obstore import ObstoreStore
-from tests.support.builders import write_dataset, write_manifest
+from tests.support.builders import write_dataset, write_lengths, write_manifest
 from tools.bench.object_server import running
 
 LENGTH = 64
@@ -150,7 +152,26 @@ def test_slow_storage_makes_the_first_batch_late_and_steps_wait() -> None:
         assert slow.ranks[0].first_batch > 5 * quick.ranks[0].first_batch
         is_bound = "latency" not in change  # which reading ahead hides
         assert (slow.ranks[0].waited[1:].sum() > 0) == is_bound
+        assert slow.ranks[0].first_batch == slow.ranks[0].waited[0]
     assert quick.ranks[0].waited[1:].sum() == 0
+
+
+def test_requests_of_the_opening_are_those_of_each_dataset() -> None:
+    config = config_of(StorageConfig(), "s3://bucket")
+    web, code = simulate(config, sizes(config, 20_000)).opening.requests.tolist()
+    assert web == code > 0
+
+
+def test_a_dataset_of_which_only_the_size_is_known_has_the_manifest_of_a_converted_one(
+    tmp_path: Path,
+) -> None:
+    write_lengths(str(tmp_path / "web-00000"), [DOCUMENT_TOKENS] * 20)
+    write_manifest(tmp_path / "web", ["web-00000"])
+    stored = json.loads((tmp_path / "web.manifest.json").read_bytes())
+    (shard,) = json.loads(make_manifest("web", [20 * DOCUMENT_TOKENS], "uint16"))["shards"]
+    for name, value in stored["shards"][0].items():
+        assert shard[name] == value or "checksums" in name
+        assert np.shape(shard[name]) == np.shape(value)
 
 
 def test_memory_that_is_too_small_is_named_with_what_is_enough() -> None:

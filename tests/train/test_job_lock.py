@@ -18,7 +18,7 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import ConfigError, StorageError
 from streammega.storage import open_store
-from streammega.storage.store import ObjectInfo, Store, WrapperStore
+from streammega.storage.store import ObjectInfo, Store, WrapperStore, create_object
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.lock import FileLock, ObjectLock
 from tests.support.servers import S3, Objects
@@ -178,6 +178,22 @@ def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     with pytest.raises(ConfigError, match=r"another job trains there \(process 7"):
         ObjectLock(OvertakenStore(store, objects, "info", 1), KEY)
     assert json.loads(objects[KEY]) == OTHER
+
+
+def test_a_job_that_was_first_to_write_and_has_ended_since_is_not_in_the_way(
+    bucket: tuple[Store, Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects = bucket
+    refusals = [False]
+
+    def create(store: Store, key: str, data: bytes) -> bool:
+        return refusals.pop() if refusals else create_object(store, key, data)
+
+    monkeypatch.setattr(checkpoint_lock, "create_object", create)
+    lock = ObjectLock(store, KEY)
+    lock.check()
+    assert KEY in objects
+    lock.release()
 
 
 def is_free(path: Path) -> bool:
