@@ -34,6 +34,7 @@ from streammega.convert.run import plan
 from streammega.convert.work_dir import WorkDir
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
+from tests.support.processes import python_environment
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -338,7 +339,7 @@ def test_process_substitution_is_read(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=python_environment(),
     )
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "out") == ["one", "two", "three", "one", "two"]

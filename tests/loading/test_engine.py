@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -45,6 +44,7 @@ from streammega.storage.fetch import buffer_pool
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from tests.support.builders import write_dataset, write_lengths
+from tests.support.processes import python_environment
 from tests.support.streams import blend_of, config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running
 
@@ -839,7 +839,7 @@ def test_a_program_may_end_with_an_iteration_open(server: Running, tmp_path: Pat
     the process.
     """
     command = [sys.executable, "-c", LEFT_OPEN, str(server.root / "data" / "web"), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -860,7 +860,7 @@ def test_an_iteration_that_outlives_the_modules_ends_without_a_word(tmp_path: Pa
     command = [
         sys.executable, "-c", KEPT_PAST_MODULES, "mock://tokens=1000000,vocab=1000", str(tmp_path),
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -891,7 +891,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
     that it could not.
     """
     command = [sys.executable, "-W", "ignore", "-c", FORK, server.endpoint]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.loading import engine
+from tests.support.processes import python_environment
 from tests.support.streams import FAULTS, config_of, storage_of
 from tools.bench.object_server import Running
 
@@ -158,7 +159,7 @@ while True:
 @pytest.mark.guarantee("batches-forked-workers")
 def test_ctrl_c_ends_a_run_and_its_forked_workers(server: Running, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", CTRL_C, server.endpoint, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

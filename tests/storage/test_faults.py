@@ -27,6 +27,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.storage import open_store
+from tests.support.processes import python_environment
 from tests.support.streams import (
     FAULTS,
     blend_of,
@@ -295,7 +296,7 @@ sys.stdin.readline()
 for batch in loader:
     time.sleep(0.01)
 """
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     pipe = subprocess.PIPE
     run = subprocess.Popen(
         [sys.executable, "-c", code],

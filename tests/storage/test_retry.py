@@ -5,7 +5,6 @@ all, and Ctrl-C at once.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import random
 import signal
@@ -41,6 +40,7 @@ from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.retry import MAX_PAUSE, MAX_SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from streammega.storage.thread_pool import Pool
+from tests.support.processes import python_environment
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server
 
 
@@ -505,7 +505,7 @@ print("ready", flush=True)
 {OPEN[what]}
 """
         pipe = subprocess.PIPE
-        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        environment = python_environment()
         run = subprocess.Popen(
             [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment
         )

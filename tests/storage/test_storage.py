@@ -58,6 +58,7 @@ from streammega.storage.store import (
     read_many,
     replace_object,
 )
+from tests.support.processes import python_environment
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -503,7 +504,7 @@ def test_where_no_copy_can_be_loaded_all_works_after_a_fork_by_one_client_with_o
     moto: S3,
 ) -> None:
     command = [sys.executable, "-c", FORK, moto.endpoint, moto.new_bucket()]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = python_environment()
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, check=False
     )

@@ -15,11 +15,13 @@ import torch
 
 from streammega.parallel.broadcast import side_stream
 
+# device_count asks the driver's management library: is_available would begin to use CUDA, and then
+# no process that is forked from this one can use it
 NEEDS_CUDA = [
     pytest.mark.cuda,
     pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device: torch.cuda.is_available() is False",
+        torch.cuda.device_count() < 1,
+        reason="needs a CUDA device: torch.cuda.device_count() is 0",
     ),
 ]
 NEEDS_TWO = [

@@ -176,13 +176,21 @@ def _run_program(
         runpy.run_path(command[0], run_name="__main__")
 
 
+def python_environment(**variables: str) -> dict[str, str]:
+    """The environment of another Python process that imports this checkout."""
+    path = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
+    return os.environ | {"PYTHONPATH": path, **variables}
+
+
 def run_python(code: str, *arguments: str) -> str:
     """What a Python process of its own printed; it must end without an error."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=python_environment(),
         timeout=300,
         check=False,
     )
@@ -197,7 +205,7 @@ def running_python(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=python_environment(),
     )
     assert process.stdout is not None
     try:

@@ -26,14 +26,9 @@ from streammega.parallel import open_loader
 from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.fields_torch import device_fields
 from tests.support.builders import write_dataset
+from tests.support.cuda_support import NEEDS_CUDA
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 BATCHES = 96
 AT_ONCE = 24

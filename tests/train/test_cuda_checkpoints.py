@@ -14,16 +14,11 @@ from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.config import load_run
 from streammega.train.trainer import Trainer
 from tests.support.checkpoint_programs import train_slowly
+from tests.support.cuda_support import NEEDS_CUDA
 from tests.support.gang import Gang
 from tests.train.test_checkpoints import write_run
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 CYCLES = 500_000_000
 """Of a kernel that takes a quarter of a second and more."""

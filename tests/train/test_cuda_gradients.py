@@ -10,14 +10,9 @@ from torch import nn
 
 from streammega import BucketedDataParallel
 from streammega.errors import GradientError
+from tests.support.cuda_support import NEEDS_CUDA
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("uses_all", [True, False])

@@ -16,18 +16,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 from streammega.train import attention
 from streammega.train.attention import Visibility, _attend_to_all
+from tests.support.cuda_support import NEEDS_CUDA
 from tests.support.model_programs import steps_of
 from tests.train.test_attention import reference
 from tests.train.test_model import write_run
 from tests.train.test_numerics import _switches_as_before  # noqa: F401 - a fixture
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA device: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 WHOLE = 512
 PARTS = [[(0, 512)], [(0, 128), (384, 512)], [(128, 256), (256, 384)]]

@@ -4,7 +4,6 @@ failures, compilation.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from streammega.train.trainer import Trainer
 from tests.support.builders import write_dataset, write_layout_run
 from tests.support.cuda_support import DEVICES, NEEDS_CUDA, NEEDS_TWO, on_cuda
 from tests.support.gang import Gang
+from tests.support.processes import python_environment
 from tests.support.rank_programs import train
 from tests.train.test_elastic import check_history, ended, failed, torchrun
 
@@ -213,7 +213,7 @@ def test_no_kernel_of_a_run_reads_outside_of_its_memory(run_file: Path, device: 
             text=True,
             timeout=280,
             check=False,
-            env=os.environ | {"PYTHONPATH": "."},
+            env=python_environment(),
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -5,7 +5,6 @@ happened.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import signal
 import socket
@@ -27,7 +26,7 @@ from tests.support import elastic, faulty_train
 from tests.support.builders import write_layout_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.gang import Gang
-from tests.support.processes import launch
+from tests.support.processes import launch, python_environment
 from tests.support.rank_programs import train
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
@@ -64,12 +63,12 @@ def torchrun(
         str(run_file),
         *overrides,
     ]
-    environment = os.environ | {
-        "FAULT": fault, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }  # fmt: skip
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=python_environment(FAULT=fault, OMP_NUM_THREADS="1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -98,7 +97,7 @@ def failed(run_file: Path, process: subprocess.Popen[str]) -> tuple[float, str]:
     deadline = time.monotonic() + 120
     while not marker.exists():
         assert time.monotonic() < deadline
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     began = time.monotonic()
     code, log = ended(process)

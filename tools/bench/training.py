@@ -161,6 +161,9 @@ def cost(chosen: argparse.Namespace) -> None:
     row(f"{title}, from s3:// on loopback / one resident batch", times["loader"], times["resident"])
     share = np.median(np.array(times["wait"]) / np.array(times["loader"]))
     harness.row("of that, waiting for data", f"{share:.4%}", "", "")
+    if times["host"]:
+        share = np.median(np.array(times["host"]) / np.array(times["loader"]))
+        harness.row("the host in `next`, while the device computes", f"{share:.4%}", "", "")
     title = "CPU seconds of the host for 10^9 tokens, beyond those of the resident batch"
     harness.row(title, f"{times['cpu'][0]:.1f}", "", "")
 
@@ -331,7 +334,7 @@ def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -
     bare.init_weights(1)
     shard(bare, make_mesh(ranks, device.type), size.dtype)
     model = Model(bare, size)
-    times: Times = {"loader": [], "resident": [], "wait": []}
+    times: Times = {"loader": [], "resident": [], "wait": [], "host": []}
     used = {"loader": 0.0, "resident": 0.0}
     with open_loader(
         config, ranks, micro_batch_size=size.rows, global_batch_size=size.rows * size.micro_batches
@@ -349,7 +352,10 @@ def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -
                         torch.cuda.synchronize(device)
                     if number:  # the first round warms up
                         times[name].append(time.perf_counter() - step_began)
-                        if name == "loader":
+                        if name == "loader" and device.type == "cuda":
+                            times["host"].append(waited)
+                            times["wait"].append(model.idle_seconds())
+                        elif name == "loader":
                             times["wait"].append(waited)
                 used[name] += (time.process_time() - began) if number else 0.0
         feed.close()
@@ -372,17 +378,23 @@ class Model:
         self.wrapped = wrapped
         self.micro_batches = size.micro_batches
         self.optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+        self.is_on_cuda = next(wrapped.parameters()).is_cuda
+        self.around_next: list[tuple[Any, Any]] = []
+        """On CUDA the events before and after each `next` of the last step."""
 
     def step(self, batches: Iterator[Any]) -> float:
         """Forward and backward of all micro-batches, reduction, optimizer.
 
-        Returns the seconds that were waited for data.
+        Returns the host's seconds in `next`. A device still computes meanwhile: see idle_seconds.
         """
         waited = 0.0
+        self.around_next.clear()
         for micro in range(self.micro_batches):
+            before = self._event()
             called_at = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - called_at
+            self.around_next.append((before, self._event()))
             with gradient_sync(self.wrapped, is_last=micro == self.micro_batches - 1):
                 logits = self.wrapped(batch["tokens"], batch["position_ids"])
                 loss = nn.functional.cross_entropy(
@@ -394,6 +406,17 @@ class Model:
         self.optimizer.step()
         self.wrapped.zero_grad()
         return waited
+
+    def idle_seconds(self) -> float:
+        """Seconds of the last step in which the CUDA device waited for data; after its end."""
+        return sum(before.elapsed_time(after) for before, after in self.around_next) / 1e3
+
+    def _event(self) -> Any:
+        if not self.is_on_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
