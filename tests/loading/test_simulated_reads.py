@@ -192,7 +192,7 @@ def test_ranks_of_a_node_share_pages() -> None:
     data_bytes = 8 << 20
     assert data_bytes <= sum(rank.nbytes.sum() for rank in shared.ranks) < 1.05 * data_bytes
     alone = [simulate(config, datasets, dp_ranks=[rank], **epoch).ranks[0] for rank in range(RANKS)]
-    assert sum(rank.nbytes.sum() for rank in alone) > 1.3 * data_bytes
+    assert sum(rank.nbytes.sum() for rank in alone) > 1.1 * data_bytes, "pages that blocks share"
 
 
 def test_a_simulation_is_the_same_again() -> None:

@@ -400,7 +400,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (flow_control.HEDGE_SHARE, flow_control.MAX_COPIES),
         (1 / 20, 3),
     ),
-    ("architecture", "pass through 128 KiB pages", PAGE_BYTES, 128 << 10),
+    ("architecture", "pass through 16 KiB pages", PAGE_BYTES, 16 << 10),
     ("architecture", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
     (
         "architecture",

@@ -23,7 +23,7 @@ def write_shards(root: Path, ids: list[int]) -> None:
     """Shards of one id each, all of the same size, and their manifest."""
     names = [shard_name("web", number, len(ids)) for number in range(len(ids))]
     for name, one in zip(names, ids, strict=True):
-        write_dataset(root / "data" / name, [np.full(500, one)] * 40)
+        write_dataset(root / "data" / name, [np.full(5000, one)] * 40)
     write_manifest(root / "data" / "web", names)
 
 
@@ -42,7 +42,7 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
         )
         config = DataConfig(
             blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
-            num_samples=(300, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx",
+            num_samples=(3000, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx",
             shuffle_lanes=8 if order == "stream" else None,
         )  # fmt: skip
         assert set(stream(config).unique().tolist()) == {5, 6}

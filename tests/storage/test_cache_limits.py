@@ -449,12 +449,17 @@ def test_an_object_is_touched_while_a_process_has_it_open(tmp_path: Path) -> Non
 def test_what_an_earlier_layout_has_cached_is_fetched_again_and_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Layout 3 had pages of 128 KiB, so fewer checksums."""
     with monkeypatch.context() as patch:
-        patch.setattr(cache_folder, "LAYOUT", cache_folder.LAYOUT - 1)
+        patch.setattr(cache_folder, "LAYOUT", 3)
         cache = PageCache(tmp_path, 1 << 30, CHUNK)
         read(open_object(cache, "s3://b/k", SIZE))
         earlier = open_object(cache, "s3://b/k", SIZE).folder
+    checksums = chunk_file.ENTRY_BYTES * -(-SIZE // (128 << 10))
+    os.truncate(earlier / "0.data", chunk_file.table_at(SIZE) + checksums)
     make_old(tmp_path)
+    [entry] = page_cache.entries(tmp_path / "chunks")
+    assert (entry.cached_bytes, page_cache.damaged_pages(entry)) == (0, [])
     cached = open_object(PageCache(tmp_path, 2 * SIZE, CHUNK), "s3://b/k", SIZE)
     assert [read(cached) for _ in range(2)] == [SIZE, 0]
     read(open_object(PageCache(tmp_path, 2 * SIZE, CHUNK), "s3://b/other", SIZE))

@@ -38,6 +38,8 @@ from tools.bench.object_server import Running
 
 SIZE = 5 * PAGE_BYTES + 1000
 CHUNK = 1 << 20
+BLOCK_BYTES = 256 << 10
+"""Bytes of a block of the stream order."""
 
 
 def data_of(size: int = SIZE) -> Bytes:
@@ -108,6 +110,23 @@ def test_another_opening_finds_the_pages_and_another_etag_does_not(tmp_path: Pat
         cached.read(0, SIZE, out, source)
         assert source.fetched == expected
         del cached
+
+
+@pytest.mark.guarantee("cache-block-alone")
+def test_nodes_that_share_a_file_by_blocks_fetch_little_more_than_their_own(
+    tmp_path: Path,
+) -> None:
+    """Blocks begin and end within pages: each of two nodes fetches the page that they share."""
+    size = 64 * BLOCK_BYTES
+    fetched = 0
+    for node in range(2):
+        cached = open_cached(PageCache(tmp_path / f"{node}", 1 << 30, CHUNK), "s3://b/k", "e", size)
+        assert cached is not None
+        source = Source(np.zeros(size, np.uint8))
+        for start in range(node * BLOCK_BYTES + 1000, size - BLOCK_BYTES, 2 * BLOCK_BYTES):
+            cached.read(start, start + BLOCK_BYTES, np.empty(BLOCK_BYTES, np.uint8), source)
+        fetched += source.fetched
+    assert fetched < 1.08 * 63 * BLOCK_BYTES
 
 
 def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
@@ -277,13 +296,13 @@ import logging, resource, signal, sys
 import numpy as np
 from streammega.storage.cache import PageCache, open_cached
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({SIZE // 2}, {SIZE // 2}))
 logging.basicConfig(stream=sys.stdout)
 data = np.arange({SIZE}, dtype=np.uint8)
 cached = open_cached(PageCache({str(tmp_path)!r}, 1 << 30, 1 << 20), "s3://b/k", "e", {SIZE})
 def fetch(a, b, out): out[:] = data[a:b]
-for at in range(0, {SIZE}, 100_000):
-    out = np.empty(min(100_000, {SIZE} - at), np.uint8)
+for at in range(0, {SIZE}, 10_000):
+    out = np.empty(min(10_000, {SIZE} - at), np.uint8)
     cached.read(at, at + len(out), out, fetch)
     assert (out == data[at:at + len(out)]).all()
 """

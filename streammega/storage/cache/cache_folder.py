@@ -53,7 +53,7 @@ from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 3
+LAYOUT = 4
 """Part of the name of each object. Objects of another layout are ignored and evicted later."""
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}")
 GRACE = 600.0

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""
-MIN_PAGED_BYTES = PAGE_BYTES // 4
+MIN_PAGED_BYTES = 2 * PAGE_BYTES
 """Smaller reads do not fetch whole pages: only their own bytes are fetched, and not kept."""
 FIRST_PAUSE = 0.005
 MAX_PAUSE = 0.05
