@@ -22,6 +22,7 @@ from streammega.loading.worker_state import IterationStart, IterationState
 from streammega.loading.worker_transfer import (
     WorkerBatch,
     batch_of_ids,
+    enlarge_pipe,
     fields_follow_from_ids,
     only_torch_sees_batches,
 )
@@ -202,6 +203,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if worker is not None and worker.id > 0:
             nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch skips workers without batches
             return Iteration(batch for batch in nothing)
+        if worker is not None:
+            enlarge_pipe()
         begun = self._state.begin()
         # A worker may have copied this dataset before `seek` set the position: memory is shared.
         self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)

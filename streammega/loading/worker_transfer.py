@@ -11,8 +11,11 @@ reads batches, the worker makes no fields: it gathers ids and sends them.
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,8 @@ from streammega.samples.source import all_files, field_names, masks_by_files
 
 NARROW = (np.uint16, np.uint32)
 """The dtypes in which ids are sent, if they fit."""
+PIPE_BYTES = 1 << 20
+"""Size of the pipe for results: the most that Linux gives without privileges."""
 
 
 class IdBatch:
@@ -59,6 +64,24 @@ def only_torch_sees_batches(dataset: object) -> bool:
     fetcher = sys._getframe(2).f_locals.get("self")
     collate = getattr(fetcher, "collate_fn", None)
     return collate is default_convert and getattr(fetcher, "auto_collation", None) is False
+
+
+def enlarge_pipe() -> None:
+    """Give the pipe, through which this worker sends its batches, room for several of them.
+
+    Linux gives 64 KiB, often half a batch. The thread that feeds the pipe then waits until the
+    training process reads, and needs the worker's GIL again for the rest. Where Linux refuses a
+    larger pipe, it stays as it is. Only `__iter__` of a dataset may call this.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_worker_loop":
+        frame = frame.f_back
+    # torch has no API for this: only the frame of its loop knows the queue
+    queue = None if frame is None else frame.f_locals.get("data_queue")
+    writer: Any = getattr(queue, "_writer", None)
+    if writer is not None:
+        with suppress(OSError):
+            fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def fields_follow_from_ids(steps: MicroSteps) -> bool:

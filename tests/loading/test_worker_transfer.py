@@ -5,6 +5,7 @@ where a program in the worker wrote to them.
 from __future__ import annotations
 
 import copy
+import fcntl
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -228,6 +229,17 @@ def test_fields_are_in_one_order_with_padding_and_without_and_in_workers(
         assert list(batch) == list(same)
         assert all(torch.equal(batch[name], same[name]) for name in batch)
     check_batches(from_workers(dataset_of(config)), expected)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_pipe_of_a_worker_has_room_for_several_batches(config: DataConfig, method: str) -> None:
+    loader: Any = DataLoader(
+        dataset_of(config), batch_size=None, num_workers=2, multiprocessing_context=method
+    )
+    batches = iter(loader)
+    next(batches)
+    pipe = batches._worker_result_queue._reader.fileno()
+    assert fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) == 1 << 20
 
 
 def _negated(batch: Any) -> Any:

@@ -409,7 +409,7 @@ class Model:
 
     def idle_seconds(self) -> float:
         """Seconds of the last step in which the CUDA device waited for data; after its end."""
-        return sum(before.elapsed_time(after) for before, after in self.around_next) / 1e3
+        return float(sum(a.elapsed_time(b) for a, b in self.around_next)) / 1e3
 
     def _event(self) -> Any:
         if not self.is_on_cuda:
