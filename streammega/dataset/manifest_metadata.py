@@ -6,7 +6,7 @@ shards, so that a dataset means the same under each of its names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from streammega.config import StorageConfig
@@ -16,6 +16,8 @@ from streammega.dataset.shard import Shard
 from streammega.errors import FormatError, StorageError
 
 LossModes = tuple[int, ...] | None
+MAX_LISTED = 5
+"""Datasets of each tokenizer that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,37 @@ class TokenizerLabel:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.digest[:12]})"
+
+
+def mixed_tokenizers(datasets: Iterable[tuple[str, Iterable[TokenizerLabel]]]) -> str:
+    """What a message says of datasets of several tokenizers, with the datasets of each. Empty if all
+    are of one, as far as it is known. datasets: (name, tokenizers), none where they are not known.
+    """
+    names_of: dict[str, tuple[str, list[str]]] = {}
+    unknown: list[str] = []
+    for name, tokenizers in datasets:
+        # sorted, so that the message is the same each time
+        labels = sorted(tokenizers, key=str)
+        for label in labels:
+            names_of.setdefault(label.digest, (str(label), []))[1].append(name)
+        if not labels:
+            unknown.append(name)
+    if len(names_of) < 2:
+        return ""
+    listed = [f"{list_names(names)}: tokenizer {label}" for label, names in names_of.values()]
+    if unknown:
+        listed.append(f"{list_names(unknown)}: no manifest names it")
+    return (
+        f"these datasets are of {len(names_of)} tokenizers, so their ids mean different things: "
+        f"{'; '.join(listed)}"
+    )
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Names for a message: the first of them, and how many others there are."""
+    more = len(names) - MAX_LISTED
+    shown = ", ".join(names[:MAX_LISTED])
+    return shown if more <= 0 else f"{shown} and {more:,} other{'s' * (more > 1)}"
 
 
 def loss_modes_of(shards: Sequence[Shard], name: str) -> LossModes:

@@ -26,6 +26,7 @@ from streammega.dataset.manifest import (
     read_manifest,
     shard_names,
 )
+from streammega.dataset.manifest_metadata import TokenizerLabel
 from streammega.dataset.names import split_name, strip_suffix, with_suffix
 from streammega.dataset.provenance import ENDING
 from streammega.dataset.resolve import find_pairs
@@ -89,6 +90,7 @@ class TokenChecks:
         eod_id: every document must end with it; None: ends are not checked.
         bin_tokens: tokens of a bin. A document that fills one may be a piece of a longer document,
             and need not end with eod_id. None: there are no bins.
+        tokenizer: of the dataset, for messages; empty: it is not known.
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class TokenChecks:
         vocab_size: int | None,
         eod_id: int | None,
         bin_tokens: int | None = None,
+        tokenizer: str = "",
     ) -> None:
         self._report = report
         self._url = url
         self._vocab_size = vocab_size
+        self._made_with = f" of tokenizer {tokenizer}" if tokenizer else ""
         self._eod_id = eod_id
         self._lock = threading.Lock()
         self.dtype = index.dtype.newbyteorder("<")
@@ -132,7 +136,7 @@ class TokenChecks:
         else:
             # int64: the vocabulary size may not fit into the stored dtype.
             outside = (ids < 0) | (ids.astype(np.int64) >= self._vocab_size)
-            what = f"outside of the {self._vocab_size} ids"
+            what = f"outside of the {self._vocab_size} ids{self._made_with}"
         rows = np.flatnonzero(outside)
         first_row = int(rows[0])
         self._report.problems.append(
@@ -372,6 +376,9 @@ class ShardCheck:
         self._manifest = manifest
         self._report = report
         self._bin_tokens = None if manifest is None else manifest.bin_tokens
+        self._tokenizer = ""
+        if manifest is not None and manifest.tokenizer:
+            self._tokenizer = str(TokenizerLabel(*manifest.tokenizer_label))
 
     def check_all(
         self, vocab_size: int | None, eod_id: int | None, progress: ProgressObserver
@@ -396,6 +403,7 @@ class ShardCheck:
                 vocab_size=vocab_size,
                 eod_id=eod_id,
                 bin_tokens=self._bin_tokens,
+                tokenizer=self._tokenizer,
             )
         check_bytes(
             shard.store,

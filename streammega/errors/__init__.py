@@ -112,6 +112,9 @@ class ObjectChangedError(StorageError):
 class FormatError(StreammegaError, ValueError):
     """A file does not hold what its format says."""
 
+    sample: tuple[int, int] | None = None
+    """Which of how many samples has the first id outside of the vocabulary."""
+
 
 class CacheError(StreammegaError):
     """The local cache cannot be written (a full or read-only disk), or may hold forged files."""

@@ -163,7 +163,8 @@ class Engine:
             return self._assembler.assemble(group, first, last)
         except StreammegaError:
             # the error is raised when its own micro-batch is the first
-            return self._assembler.assemble(group, first, first + 1)
+            with self.steps.naming_datasets(group.consumed[first]):
+                return self._assembler.assemble(group, first, first + 1)
 
     def _next_group(self) -> tuple[ReadyGroup | BaseException | None, float]:
         """The next group, and the seconds waited for it: 0 if it was ready.

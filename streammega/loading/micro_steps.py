@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
-from streammega.errors import ConfigError, StateError
+from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import balanced_places, check_resume, rank_samples
@@ -24,14 +25,16 @@ from streammega.order.state import make_state
 from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import NO_JOINS, SampleJoins
+from streammega.samples.segments import prefixes_of
 from streammega.samples.source import (
     SampleSource,
     SegmentSource,
     all_files,
     file_of_rows,
+    first_datasets,
     joins_of,
 )
-from streammega.samples.token_file import open_indices
+from streammega.samples.token_file import open_indices, tokenizer_origin
 
 Integers = NDArray[np.int64]
 
@@ -228,7 +231,27 @@ class MicroSteps:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
         self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
-        return segment.sample_fields(self.sample_ids(consumed), bounds=True)
+        with self.naming_datasets(consumed):
+            return segment.sample_fields(self.sample_ids(consumed), bounds=True)
+
+    @contextmanager
+    def naming_datasets(self, consumed: int) -> Iterator[None]:
+        """Add the dataset and its tokenizer to the error for ids of the micro-batch at `consumed`
+        that are outside of the vocabulary.
+        """
+        try:
+            yield
+        except FormatError as error:
+            if error.sample is None:
+                raise
+            # a row may be a part of a sample
+            row, rows = error.sample
+            sample_ids = self.sample_ids(consumed)
+            sample = sample_ids[row * len(sample_ids) // rows]
+            number = int(first_datasets(self.samples.locate(sample[None]))[0])
+            config = self.samples.config
+            origin = tokenizer_origin(prefixes_of(config, self.split)[number], config)
+            raise FormatError(f"{origin}: {error}") from None
 
     def sample_joins(self, consumed: int) -> SampleJoins:
         """Where two runs of tokens meet within a sample of the micro-batch at `consumed`.

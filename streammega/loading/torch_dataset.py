@@ -234,7 +234,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             for consumed, batch, engine in batches:
                 output: Any = batch
                 if engine.ids_only:
-                    output = batch_of_ids(batch, engine.steps)
+                    with engine.steps.naming_datasets(consumed):
+                        output = batch_of_ids(batch, engine.steps)
                 elif in_worker:
                     output = WorkerBatch(batch)
                 if self._state.is_latest(begun):

@@ -200,7 +200,8 @@ class BatchBroadcast:
         pending = PendingBatch(consumed, self._spec_of(dataset.sequence_length_at(position)))
         if self._fields:
             try:
-                self._begin(pending, raw, position)
+                with dataset.steps.naming_datasets(position):
+                    self._begin(pending, raw, position)
             except StreammegaError as error:
                 pending.error = error
         return pending
@@ -236,7 +237,9 @@ class BatchBroadcast:
             return RankBatch()
         if pending.work is not None:
             pending.work.wait()
-        return self._derive_message(pending, pending.message)
+        dataset = self._loader.dataset
+        with dataset.steps.naming_datasets(pending.consumed - dataset.step_samples):
+            return self._derive_message(pending, pending.message)
 
     def _spec_of(self, length: int) -> BatchSpec:
         """The spec for samples of `length` tokens, made once.

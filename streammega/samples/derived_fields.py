@@ -39,6 +39,8 @@ PLAIN_FIELDS = {
     "position_ids": torch.int64,
 }
 """The fields that all samples have, and their dtypes."""
+MAX_IDS = 5
+"""Ids outside of the vocabulary that an error lists."""
 _NOT_MADE = {dtype: torch.empty((0, 0), dtype=dtype).numpy() for dtype in PLAIN_FIELDS.values()}
 
 
@@ -98,7 +100,7 @@ def make_fields(
     if pad >= 0 or ids.dtype.kind != "u" or config.vocab_size is not None:
         num_padding, lowest, highest = scan_ids(ids, pad)
         has_padding |= bool(num_padding)
-        _check_vocabulary(lowest, highest, config.vocab_size)
+        _check_vocabulary(ids, lowest, highest, config)
     has_mask = has_padding or config.eod_mask_loss or joins is not None
     if has_mask or samples.learned is not None:
         check_mask_is_there(names)
@@ -277,7 +279,7 @@ def check_ids(ids: NDArray[Any], config: FieldsConfig, names: Sequence[str] = ()
     lacks_mask = "labels" in names and "loss_mask" not in names
     if config.vocab_size is not None or (lacks_mask and (pad >= 0 or ids.dtype.kind != "u")):
         num_padding, low, high = scan_ids(ids, pad)
-        _check_vocabulary(low, high, config.vocab_size)
+        _check_vocabulary(ids, low, high, config)
         if num_padding:
             check_mask_is_there(names)
 
@@ -288,11 +290,20 @@ def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def _check_vocabulary(low: int, high: int, vocab_size: int | None) -> None:
-    if vocab_size is not None and (high >= vocab_size or low < 0):
-        bad = high if high >= vocab_size else low
-        raise FormatError(
-            f"token id {bad} is outside of the vocabulary of {vocab_size}; "
-            "was the data made with another tokenizer? "
-            "compare it with 'streammega describe', and set vocab_size to what the tokenizer has"
-        )
+def _check_vocabulary(ids: NDArray[Any], low: int, high: int, config: FieldsConfig) -> None:
+    """low, high: of all ids but padding."""
+    vocab_size = config.vocab_size
+    if vocab_size is None or 0 <= low <= high < vocab_size:
+        return
+    wide = ids.astype(np.int64)
+    outside = ((wide < 0) | (wide >= vocab_size)) & (wide != config.effective_pad_id)
+    bad = np.unique(wide[outside]).tolist()
+    more = f" and {len(bad) - MAX_IDS:,} others" if len(bad) > MAX_IDS else ""
+    error = FormatError(
+        f"token id{'s' * (len(bad) > 1)} {', '.join(map(str, bad[:MAX_IDS]))}{more} "
+        f"{'are' if len(bad) > 1 else 'is'} outside of the vocabulary of {vocab_size}; "
+        "was the data made with another tokenizer? "
+        "compare it with 'streammega describe', and set vocab_size to what the tokenizer has"
+    )
+    error.sample = int(np.flatnonzero(outside.any(axis=1))[0]), len(ids)
+    raise error

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.conversations import Message, load_record, messages_of, turns_of
+from streammega.dataset.manifest_metadata import list_names
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.derived_fields import check_ids
@@ -77,7 +78,10 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self._tokens = np.concatenate(kept_tokens)
         self._answers = np.concatenate(kept_answers)
-        check_ids(self._tokens[None], config)
+        try:
+            check_ids(self._tokens[None], config)
+        except FormatError as error:
+            raise FormatError(f"{list_names(paths)}: {error}") from None
         self._order = np.arange(len(conversations))
         LegacyShuffler(config.seed).shuffle(self._order)
         self._samples = pack(lengths[self._order], longest)

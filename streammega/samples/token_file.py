@@ -4,16 +4,18 @@ have the same tokenizer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.manifest_metadata import TokenizerLabel
-from streammega.errors import ConfigError
+from streammega.config import DataConfig
+from streammega.dataset.headers import read_datasets
+from streammega.dataset.manifest_metadata import TokenizerLabel, mixed_tokenizers, tokenizers_of
+from streammega.errors import ConfigError, StreammegaError
 from streammega.kernels.fields import clear_unlearned
 from streammega.samples.file_index import FileIndex, FileIndexArrays
 from streammega.storage import Store
@@ -104,21 +106,27 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
         )  # fmt: skip
 
 
-def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> None:
-    """Raise ConfigError if two datasets have different tokenizers, naming both. datasets: (name,
-    tokenizers); datasets without any pass.
+def tokenizer_origin(name: str, config: DataConfig) -> str:
+    """A dataset and what made its ids, for an error: manifests are read for that, a few seconds at
+    most.
     """
-    by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
-    for name, tokenizers in datasets:
-        # sorted, so that the message names the same two each time
-        for tokenizer in sorted(tokenizers, key=str):
-            by_digest.setdefault(tokenizer.digest, (name, tokenizer))
-    if len(by_digest) > 1:
-        two = itertools.islice(by_digest.values(), 2)
-        (first, its), (other, others) = two
+    labels: set[TokenizerLabel] = set()
+    with suppress(StreammegaError):
+        storage = replace(config.storage, retry_timeout=5)
+        (shards,) = read_datasets([name], storage, config.index_cache_dir)
+        labels = tokenizers_of(shards, name)
+    if not labels:
+        return f"{name}, whose tokenizer no manifest names"
+    return f"{name}, made with tokenizer {' and '.join(sorted(map(str, labels)))}"
+
+
+def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> None:
+    """Raise ConfigError if two datasets have different tokenizers, with the datasets of each.
+    datasets: (name, tokenizers); datasets without any pass.
+    """
+    mixed = mixed_tokenizers(datasets)
+    if mixed:
         raise ConfigError(
-            f"{first} is of tokenizer {its}, and {other} of {others}, so "
-            "their ids mean different things; "
-            "convert the text of one with the other's tokenizer, "
+            f"{mixed}; convert the text of all with one tokenizer, "
             "or set allow_mixed_tokenizers if you know that they agree"
         )

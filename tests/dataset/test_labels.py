@@ -5,16 +5,29 @@ says so.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
 
-from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega import (
+    DataConfig,
+    ParallelLayout,
+    Ranks,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+    get_batch,
+)
 from streammega.convert import convert
 from streammega.dataset.manifest import read_manifest
-from streammega.errors import ConfigError, ConvertError
+from streammega.errors import ConfigError, ConvertError, FormatError
+from tests.support.builders import write_dataset
 
 
 def tokenizer(path: Path, words: list[str]) -> str:
@@ -130,3 +143,129 @@ def test_a_blend_of_two_tokenizers_is_refused_and_names_both(
     ):
         with StreamLoader(config, **sizes) as loader:  # type: ignore[arg-type]
             assert next(iter(loader))["tokens"].shape == (2, 4)
+
+
+def label(sets: dict[str, str], name: str) -> str:
+    """A dataset's tokenizer as messages name it."""
+    tokenizer = read_manifest(f"{sets[name]}.manifest.json", StorageConfig()).tokenizer
+    return f"{tokenizer['name']} ({tokenizer['digest'][:12]})"
+
+
+@pytest.mark.guarantee("tokens-different-tokenizers")
+@pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
+def test_a_refused_blend_lists_the_datasets_of_each_tokenizer(
+    sets: dict[str, str], tmp_path: Path, order: Any
+) -> None:
+    convert([sets["text"]], str(tmp_path / "third"), tokenizer=sets["first.json"], workers=1)
+    write_dataset(tmp_path / "raw", [np.arange(40)])
+    names = [sets["first"], sets["second"], str(tmp_path / "raw"), str(tmp_path / "third")]
+    config = DataConfig(
+        blend=[(name, 0.25) for name in names],
+        sequence_length=4,
+        num_samples=(8, 0, 0),
+        order=order,
+        index_cache_dir=str(tmp_path / "c"),
+    )
+    with pytest.raises(ConfigError) as refused:
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4)
+    message = str(refused.value)
+    assert f"{names[0]}, {names[3]}: tokenizer {label(sets, 'first')}; " in message
+    assert f"{names[1]}: tokenizer {label(sets, 'second')}; " in message
+    assert f"{names[2]}: no manifest names it; " in message
+
+
+@pytest.mark.guarantee("tokens-different-tokenizers")
+def test_a_refused_merge_lists_the_datasets_of_each_tokenizer(
+    sets: dict[str, str], tmp_path: Path
+) -> None:
+    convert([sets["text"]], str(tmp_path / "third"), tokenizer=sets["first.json"], workers=1)
+    names = [sets["first"], sets["second"], str(tmp_path / "third")]
+    with pytest.raises(ConvertError) as refused:
+        convert([f"{name}.manifest.json" for name in names], str(tmp_path / "all"), workers=1)
+    message = str(refused.value)
+    assert f"{names[0]}, {names[2]}: tokenizer {label(sets, 'first')}; " in message
+    assert f"{names[1]}: tokenizer {label(sets, 'second')}; " in message
+    with pytest.raises(ConvertError) as refused:
+        convert(
+            [f"{names[1]}.manifest.json", sets["text"]],
+            str(tmp_path / "all"),
+            tokenizer=sets["first.json"],
+            workers=1,
+        )
+    mine = f"--tokenizer {sets['first.json']}: tokenizer {label(sets, 'first')}; "
+    assert mine in str(refused.value)
+    assert f"{names[1]}: tokenizer {label(sets, 'second')}; " in str(refused.value)
+
+
+def test_a_merge_warns_of_inputs_whose_tokenizer_no_manifest_names(
+    sets: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("raw", "other"):
+        write_dataset(tmp_path / name, [np.arange(40, dtype=np.uint16)])
+    np.save(tmp_path / "more.npy", np.arange(40, dtype=np.uint16))
+    raw, other, more = (str(tmp_path / name) for name in ("raw", "other", "more.npy"))
+    first = f"{sets['first']}.manifest.json"
+    for inputs, unknown in (
+        ([first], None),
+        ([raw], None),
+        ([more], None),
+        ([first, raw], raw),
+        ([raw, other], f"{raw}, {other}: "),
+        ([first, more], more),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            convert(inputs, str(tmp_path / "out"), workers=1, overwrite=True, dtype="uint16")
+        warned = [line for line in caplog.messages if "no manifest names the tokenizer" in line]
+        assert len(warned) == (unknown is not None), (inputs, caplog.messages)
+        assert all(str(unknown) in line for line in warned), (inputs, warned)
+
+
+SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
+
+
+def read_by(way: str, config: DataConfig) -> None:
+    """Read some batches. way: who reads, and where the ids are looked at."""
+    if way == "loader":
+        with StreamLoader(config, **SIZES) as loader:
+            for _, _ in zip(range(8), loader, strict=False):
+                pass
+    elif way == "position":
+        for number in range(8):
+            StreamingDataset(config, **SIZES).batch(2 * number)
+    elif way == "worker":
+        batches = DataLoader(StreamingDataset(config, **SIZES), batch_size=None, num_workers=1)
+        for _, _ in zip(range(8), batches, strict=False):
+            pass
+    else:
+        with StreamLoader(config, **SIZES, ids_only=True) as loader:
+            for _ in range(8):
+                get_batch(loader, Ranks(ParallelLayout()))
+
+
+@pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
+@pytest.mark.parametrize("way", ["loader", "position", "worker", "get_batch"])
+def test_ids_outside_of_the_vocabulary_name_their_dataset_and_its_tokenizer(
+    sets: dict[str, str], tmp_path: Path, way: str, order: Any
+) -> None:
+    raw = str(tmp_path / "raw")
+    write_dataset(raw, [np.arange(n % 3, 9, dtype=np.uint16) for n in range(60)])
+    settings: dict[str, Any] = {
+        "sequence_length": 4,
+        "num_samples": (40, 0, 0),
+        "split": "1,0,0",
+        "order": order,
+        "index_cache_dir": str(tmp_path / "c"),
+    }
+    blend: list[tuple[str, float]] = [(sets["first"], 0.5), (raw, 0.5)]
+    with pytest.raises(FormatError) as wrong:
+        read_by(way, DataConfig(blend=blend, vocab_size=7, **settings))
+    assert re.search(
+        rf"{raw}, whose tokenizer no manifest names: token ids? (7|8|7, 8) (is|are) outside of "
+        "the vocabulary of 7; ",
+        str(wrong.value),
+    )
+    with pytest.raises(FormatError) as wrong:
+        read_by(way, DataConfig(blend=blend[:1], vocab_size=3, **settings))
+    expected = f"{sets['first']}, made with tokenizer {label(sets, 'first')}: token id 3 is outside"
+    assert expected in str(wrong.value)

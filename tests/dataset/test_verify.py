@@ -378,7 +378,7 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(
     assert main(["verify", str(dataset / "bin")]) == 1
     out = capsys.readouterr().out
     assert f"{path}: bytes [0, {len(data)}) are damaged" in out
-    assert "token 2 is 65535, outside of the 257 ids" in out
+    assert "token 2 is 65535, outside of the 257 ids of tokenizer bytes (" in out
     assert main(["verify", str(dataset / "bin"), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"] == verify(str(dataset / "bin")).problems
     assert main(["verify", str(dataset / "nothing")]) == 1

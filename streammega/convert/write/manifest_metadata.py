@@ -4,6 +4,7 @@ inputs, where they agree.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,8 +15,12 @@ from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
 from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.dataset.manifest_metadata import TokenizerLabel, list_names, mixed_tokenizers
 from streammega.dataset.names import MANIFEST, dataset_of_marked, split_name, without_number
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
+from streammega.errors.redaction import redact_urls
+
+log = logging.getLogger(__name__)
 
 Labels = dict[str, Any]
 UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}}
@@ -34,6 +39,7 @@ def labels_of(
     whose modes mean different things.
     """
     manifests = _manifests(inputs, storage)
+    _warn_of_unknown_tokenizers(inputs, manifests, has_tokenizer=tokenizer is not None)
     known = {name: manifest for name, manifest in manifests.items() if manifest is not None}
     has_text = any(item.format != "megatron" for item in inputs)
     of_modes = {
@@ -42,18 +48,14 @@ def labels_of(
     }
     if tokenizer is not None:
         record = {"name": tokenizer.name, "digest": tokenizer.digest}
-        if _is_mix(f"--tokenizer {options.tokenizer}", record, known, options):
+        if _is_mix(known, options, (f"--tokenizer {options.tokenizer}", record)):
             return UNKNOWN | of_modes
         return {
             "eod_id": resolve_eod_id(tokenizer, options.eod) if options.append_eod else None,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": record,
         } | of_modes
-    labelled = [
-        (name, manifest.tokenizer) for name, manifest in known.items() if manifest.tokenizer
-    ]
-    for name, record in labelled[:1]:
-        _is_mix(name, record, known, options)
+    _is_mix(known, options)
     # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
     vocabularies = [_vocabulary(manifest) for manifest in known.values()]
@@ -66,25 +68,44 @@ def labels_of(
 
 
 def _is_mix(
-    first: str, tokenizer: dict[str, str], known: dict[str, Manifest], options: ConvertOptions
+    known: dict[str, Manifest], options: ConvertOptions, *others: tuple[str, dict[str, str]]
 ) -> bool:
-    """Whether a dataset is of another tokenizer than `first`, as far as both are known.
+    """Whether datasets are of several tokenizers, as far as they are known. others: names and
+    tokenizers that go before them.
 
-    Raises ConvertError for the first such dataset, unless tokenizers may be mixed.
+    Raises ConvertError with the datasets of each, unless tokenizers may be mixed.
     """
-    for name, manifest in known.items():
-        other = manifest.tokenizer
-        if not tokenizer or not other or tokenizer.get("digest") == other.get("digest"):
-            continue
-        if options.allow_mixed_tokenizers:
-            return True
+    records = [*others, *((name, manifest.tokenizer) for name, manifest in known.items())]
+    mixed = mixed_tokenizers(
+        (name, {TokenizerLabel(record.get("name", ""), record.get("digest", ""))} if record else ())
+        for name, record in records
+    )
+    if mixed and not options.allow_mixed_tokenizers:
         raise ConvertError(
-            f"{first} is of tokenizer {tokenizer.get('name')} ({tokenizer.get('digest', '')[:12]}), "
-            f"{name} of {other.get('name')} ({other.get('digest', '')[:12]}): their ids mean "
-            f"different things; tokenize the text again with one of them, or pass "
+            f"{mixed}; tokenize the text again with one of them, or pass "
             f"--allow-mixed-tokenizers if you know that they agree"
         )
-    return False
+    return bool(mixed)
+
+
+def _warn_of_unknown_tokenizers(
+    inputs: Sequence[Input], manifests: dict[str, Manifest | None], *, has_tokenizer: bool
+) -> None:
+    """Warn of tokens whose tokenizer no manifest names, where they come together with others."""
+    unknown = [
+        name for name, manifest in manifests.items() if not (manifest and manifest.tokenizer)
+    ]
+    others: list[str] = []
+    if not has_tokenizer:  # then all inputs hold tokens
+        others = [item.path for item in inputs if item.format != "megatron"]
+    # tokens of one origin agree with themselves
+    origins = len(manifests) + bool(others) + has_tokenizer
+    if origins > 1 and (unknown or others):
+        log.warning(
+            "%s: no manifest names the tokenizer of these tokens, so it is not compared; put together "
+            "only what one tokenizer made ('streammega describe' shows ids and texts)",
+            redact_urls(list_names([*unknown, *others])),
+        )
 
 
 def _chat_template(
