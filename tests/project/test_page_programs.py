@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import inspect
 import re
 import runpy
 import shlex
@@ -17,11 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import streammega
 from streammega.cli.main import main
 from streammega.order.sharding import rank_samples
 from tests.project.test_help import COMMANDS
 from tests.support.builders import write_dataset, write_jsonl, write_tar
 from tests.support.servers import S3
+from tools.settings import SECTIONS as SETTINGS_SECTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -145,6 +149,52 @@ def test_what_others_wrote_is_converted_and_read(title: str, text: str, tmp_path
             for name in ("loader", "stream"):
                 if name in names:
                     names[name].close()
+
+
+SETTINGS = {
+    name
+    for settings in SETTINGS_SECTIONS
+    for name in (field.name for field in dataclasses.fields(settings))
+} | {
+    name
+    for function in (streammega.StreamLoader, streammega.StreamingDataset)
+    for name in inspect.signature(function).parameters
+}
+OTHER_WORDS = {"train", "valid", "test", "loader", "bin", "idx", "nv", "meta"}
+"""What cells have in addition: splits, variables, suffixes, folders."""
+PUBLIC = {
+    *COMMANDS,
+    *streammega.__all__,
+    *dir(streammega.StreamLoader),
+    *dir(streammega.StreamingDataset),
+}
+
+
+def names_in(code: str) -> tuple[set[str], set[str]]:
+    """The names and the options of a cell's code that must be ours."""
+    text = re.sub(r"\"[^\"]*\"", "''", code)
+    options = set(re.findall(r"(?<!\S)--[\w-]+", text))
+    if text.startswith(("streammega ", "convert ", "-")) or options:
+        return set(), options
+    return set(re.findall(r"\b[A-Za-z]\w*[A-Za-z]\b", text)), options
+
+
+@pytest.mark.guarantee("first-pages-run")
+@pytest.mark.parametrize(
+    "text", [text for _, text in sections("coming-from.md")], ids=list(SECTIONS)
+)
+def test_what_a_table_names_of_ours_exists(text: str) -> None:
+    """Settings, functions, commands and options of the column "here"."""
+    options = {name for option in COMMANDS["convert"].params for name in option.opts}
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    codes = [code for row in rows for code in re.findall(r"`([^`]+)`", row[-1])]
+    assert len(codes) >= 5
+    for code in codes:
+        names, asked = names_in(code)
+        assert asked <= options, code
+        assert names - SETTINGS - PUBLIC <= OTHER_WORDS, code
+        command = code.removeprefix("streammega ").split()[0]
+        assert not code.startswith("streammega ") or command in COMMANDS, code
 
 
 def test_the_figure_of_ranks_is_what_the_library_does() -> None:

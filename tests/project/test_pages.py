@@ -57,6 +57,29 @@ def test_links_lead_to_files_that_are_there(page: str) -> None:
     assert not [link for link in links if not (folder / link).exists()]
 
 
+GENERATED = ("settings", "guarantees")
+WRITTEN = [
+    page
+    for page in [*sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*.md")]
+    if page.stem not in GENERATED and page.stem != "CHANGELOG"
+]
+OUTPUT = ("console", "jsonl")
+"""Languages of blocks that are what programs print and read."""
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_lines_that_people_write_fit_a_hundred_columns(page: Path) -> None:
+    """Rows of tables and outputs of programs are as long as they are."""
+    language: str | None = None
+    wide = []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            language = line[3:] if language is None else None
+        elif len(line) > 100 and not line.startswith("|") and language not in OUTPUT:
+            wide.append(f"{page.name}:{number}")
+    assert not wide
+
+
 # Settings.
 
 
@@ -352,7 +375,7 @@ def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
 
 @pytest.mark.guarantee("scheme-goes-transport")
 def test_drivers_are_those_that_the_page_says_were_tested() -> None:
-    said = re.search(r"with obstore ([\d.]+) and oss2\s+([\d.]+)\.\s", PAGES["storage"])
+    said = re.search(r"with\s+obstore\s+([\d.]+)\s+and\s+oss2\s+([\d.]+)\.\s", PAGES["storage"])
     assert said
     constraints = (ROOT / "constraints.txt").read_text()
     assert f"oss2=={said[2]}" in constraints
