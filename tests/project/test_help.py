@@ -342,6 +342,29 @@ def test_a_hub_that_does_not_answer_is_one_message(
     assert not caplog.records
 
 
+def test_a_hub_that_is_asked_for_the_first_time_is_one_message_too(tmp_path: Path) -> None:
+    """The hub's package sets the level of its log when it is imported."""
+    (tmp_path / "a.txt").write_text("a text")
+    code = """
+import sys, tokenizers
+from streammega.cli.main import main
+class Model:
+    @staticmethod
+    def from_pretrained(name):
+        from huggingface_hub.utils import _http
+        _http.logger.warning("Retrying in 1s [Retry 1/5].")
+        raise Exception("cannot find the requested files")
+tokenizers.Tokenizer = Model
+sys.exit(main(["convert", "a.txt", "o", "--tokenizer", "some/model"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: some/model: neither a file nor a tokenizer")
+
+
 def test_plotting_without_matplotlib_is_refused_before_anything_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,13 +252,31 @@ def read_text(tokenizer: str | None, name: str) -> str | None:
         return file.read()
 
 
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Without the warnings of the hub's package, one for each of its tries: they say what the error
+    after them does.
+    """
+    # It sets the level of its log when it makes the first logger: that must be before.
+    from huggingface_hub.utils.logging import get_logger
+
+    log = get_logger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def _from_hub(repository: str, name: str) -> str | None:
     """The path of a file of the hub's, here; None: the hub has none of that name."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return str(hf_hub_download(repository, name))
+        with quiet_hub():
+            return str(hf_hub_download(repository, name))
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:  # who works without the hub has what there is
             return None

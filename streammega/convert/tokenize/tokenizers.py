@@ -9,7 +9,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from streammega.convert.tokenize.tokenizer_files import (
     find_pattern,
     is_tiktoken_file,
     load_gpt2_files,
+    quiet_hub,
     read_settings,
     special_token_names,
 )
@@ -628,20 +628,15 @@ def _load_huggingface(name: str) -> Any:
         name = in_folder
     if not os.path.isfile(name):
         _check_is_no_path(name)
-        # its warnings, one for each of its tries, say what the error below does
-        hub_log = logging.getLogger("huggingface_hub")
-        level = hub_log.level
-        hub_log.setLevel(logging.ERROR)
         try:
-            return Model.from_pretrained(name)
+            with quiet_hub():
+                return Model.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception
             first_line, *_ = str(error).splitlines() or [type(error).__name__]
             raise ConvertError(
                 f"{name}: neither a file nor a tokenizer that the hub could give "
                 f"({first_line[:200]}); give the path of a tokenizer.json"
             ) from None
-        finally:
-            hub_log.setLevel(level)
     try:
         return Model.from_file(name)
     except Exception as error:
