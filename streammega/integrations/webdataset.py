@@ -30,6 +30,7 @@ import numpy as np
 
 from streammega.config import FieldsConfig
 from streammega.config.validate import parse_json
+from streammega.dataset.manifest_metadata import list_names
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
@@ -300,7 +301,11 @@ class TextStream:
         )
         try:
             for ids, positions in ahead:
-                batch = batch_fields(ids, None, self._texts.fields, bounds=True)
+                try:
+                    batch = batch_fields(ids, None, self._texts.fields, bounds=True)
+                except FormatError as error:
+                    names = list_names(self._texts.shards)
+                    raise FormatError(f"texts of {names}: {error}") from None
                 self._consumed += self._step_samples
                 self._offset = (self._offset + self._step_samples) % self._global_batch_size
                 self._positions |= positions

@@ -285,6 +285,20 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
 # Shards of webdataset.
 
 
+def test_ids_that_the_vocabulary_has_not_name_the_shards() -> None:
+    shards = [f"web-{number}.tar" for number in range(7)]
+    fields = replace(FIELDS, eod_id=0, vocab_size=98)
+    texts = ["abcdefghijklmnop"] * 9
+    with TextStream(
+        shards, encode, fields, texts=lambda _: texts, micro_batch_size=1, global_batch_size=1
+    ) as stream:
+        expected = (
+            "texts of web-0.tar, .*, web-4.tar and 2 others: token ids? .* outside of the voc"
+        )
+        with pytest.raises(FormatError, match=expected):
+            next(stream)
+
+
 def write_shards(folder: Path, shards: dict[str, list[str]]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in shards.items():

@@ -160,7 +160,8 @@ def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [chat("a", "\u65e5")])
     SFTDataset([path], encode, config(vocab_size=2**16))
     with pytest.raises(
-        FormatError, match=f"token id {ord(chr(0x65E5))} is outside of the vocabulary of 300"
+        FormatError,
+        match=f"{path}: token id {ord(chr(0x65E5))} is outside of the vocabulary of 300",
     ):
         SFTDataset([path], encode, config(vocab_size=300))
 
