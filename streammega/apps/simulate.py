@@ -41,6 +41,7 @@ from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega import SimulatedReads
+    from streammega.convert import ProgressObserver
 
 Floats = NDArray[np.float64]
 
@@ -166,6 +167,8 @@ def simulate(
 
     No data and no cluster are needed. Some ranks are simulated by the code that reads.
     """
+    from streammega.cli.progress import ProgressDisplay
+
     flags = {name: value for name, value in settings.items() if _is_given(context, name)}
     values: dict[str, Any] = settings_from(Simulation, flags)
     words: Any = blend
@@ -173,10 +176,10 @@ def simulate(
         table = _read_file(blend[0])
         words = table.pop("blend")
         values = table | values
-    report = forecast(
-        _read_blend(words, storage_config(storage, storage_file, looks_only=True)),
-        Simulation(**values),
-    )
+    simulation = Simulation(**values)
+    with ProgressDisplay("reading manifests") as progress:
+        datasets = _read_blend(words, storage_config(storage, storage_file, looks_only=True))
+        report = forecast(datasets, simulation, progress)
     show_report(report, as_json=as_json, html=html, title="streammega simulate")
 
 
@@ -308,10 +311,12 @@ class Run(NamedTuple):
     nic: float
 
 
-def forecast(datasets: Sequence[Dataset], settings: Simulation) -> Report:
+def forecast(
+    datasets: Sequence[Dataset], settings: Simulation, progress: ProgressObserver | None = None
+) -> Report:
     """The report of a run. Raises ConfigError."""
     run = _plan_run(datasets, settings)
-    reads = _simulate(datasets, run)
+    reads = _simulate(datasets, run, progress)
     start, notes = _start(run, reads)
     return {
         "notes": notes + _notes_on_memory(run, reads),
@@ -346,7 +351,9 @@ def _plan_run(datasets: Sequence[Dataset], settings: Simulation) -> Run:
     )
 
 
-def _simulate(datasets: Sequence[Dataset], run: Run) -> SimulatedReads:
+def _simulate(
+    datasets: Sequence[Dataset], run: Run, progress: ProgressObserver | None
+) -> SimulatedReads:
     from streammega import simulate_reads
 
     settings = run.settings
@@ -385,11 +392,14 @@ def _simulate(datasets: Sequence[Dataset], run: Run) -> SimulatedReads:
         num_batches=min(run.batches, max(2, SIMULATED_SAMPLES // settings.micro_batch_size)),
         batch_seconds=run.batch_seconds,
         share_pages=settings.cache_bytes > 0,
+        progress=progress,
     )
 
 
-def _row(value: float, unit: str, basis: str) -> dict[str, Any]:
-    """A figure with its unit, and whether it was counted, sampled or follows from the model."""
+def _row(value: float | None, unit: str, basis: str) -> dict[str, Any]:
+    """A figure with its unit, and whether it was counted, sampled or follows from the model. None:
+    there is none.
+    """
     return {"value": value, "unit": unit, "basis": basis}
 
 
@@ -447,10 +457,11 @@ def _reading(run: Run, reads: SimulatedReads) -> Report:
     early, late = np.array_split(waits, 2)
     node_rate = _mean_bytes_later(reads, run) / run.batch_seconds * settings.ranks_per_node
     memory = max(rank.memory_bytes for rank in reads.ranks)
+    margins = [rank.margin for rank in reads.ranks if not math.isnan(rank.margin)]
     return {
         "wait_share_at_first": _row(_wait_share(early, run), "", SAMPLED),
         "wait_share_later": _row(_wait_share(late, run), "", SAMPLED),
-        "answers_may_be_late_by": _row(min(rank.margin for rank in reads.ranks), "s", SAMPLED),
+        "answers_may_be_late_by": _row(min(margins, default=None), "s", SAMPLED),
         "requests": _row(_steady_rates(run, reads).sum(), "1/s", SAMPLED),
         "bytes_of_a_node": _row(node_rate / 1e6, "MB/s", SAMPLED),
         "share_of_network_interface": _row(node_rate / run.nic, "", SAMPLED),

@@ -156,8 +156,9 @@ def convert(
     if not as_json:  # first, for the append may fail
         show_report(done.summary())
     if command.append_to is not None:
-        with ProgressDisplay("appending"):
-            version = append(command.append_to, [split_name(output)[0]], output_storage)
+        made = [split_name(output)[0]]
+        with ProgressDisplay("reading manifests") as progress:
+            version = append(command.append_to, made, output_storage, progress=progress)
         report["appended_to"] = version_report(command.append_to, version)
         if not as_json:
             typer.echo(f"{report['appended_to']['version']}: {version}")
@@ -175,6 +176,7 @@ def list_inputs(
     **settings: Any,
 ) -> None:
     """List the files that convert would read, with their formats, and those it would leave out."""
+    from streammega.cli.progress import ProgressDisplay
     from streammega.convert.read.inputs import describe_inputs, find_inputs
     from streammega.convert.read.selection import SkippedFiles
     from streammega.convert.read.stdin import is_pipe
@@ -185,7 +187,8 @@ def list_inputs(
     options = ConvertOptions(**settings_from(ConvertOptions, settings))
     skipped = SkippedFiles()
     config = storage_config(storage, storage_file, looks_only=True)
-    rows = describe_inputs(find_inputs(inputs, config, options, skipped))
+    with ProgressDisplay("looking for files"):
+        rows = describe_inputs(find_inputs(inputs, config, options, skipped))
     if as_json:
         values = {
             "inputs": rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import sys
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
     from streammega.dataset.versions import DatasetVersion
+
+log = logging.getLogger(__name__)
 
 DOCUMENTS_AT_ONCE = 64
 """Documents that one read of `cat` fetches."""
@@ -78,12 +81,14 @@ def verify(
     settings = storage_config(storage, storage_file)
     repaired: list[str] = []
     if not repair:  # find the dataset at once, or say so: the check itself waits for minutes
-        shards_of(
-            name, storage_config(storage, storage_file, looks_only=True), VerifyReport(name=name)
-        )
+        quick_look = storage_config(storage, storage_file, looks_only=True)
+        with ProgressDisplay("looking for shards"):
+            shards_of(name, quick_look, VerifyReport(name=name))
     else:
-        with ProgressDisplay("repairing"):
-            repaired = repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force)
+        with ProgressDisplay("repairing") as progress:
+            repaired = repair_index(
+                name, settings, eod_id=eod_id, dtype=dtype, force=force, progress=progress
+            )
         if not as_json:  # at once: the check may fail, or be stopped
             for shard in repaired:
                 typer.echo(f"repaired: {shard}")
@@ -110,15 +115,17 @@ def gc(
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
     is not part of a dataset yet.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.convert.work_dir import is_locked
     from streammega.convert.write.gc import find_leftovers, remove_leftovers
 
     settings = storage_config(storage, storage_file, looks_only=True)
-    leftovers = find_leftovers(prefix, settings)
-    if remove and leftovers:
-        if is_locked(prefix):
-            raise ConfigError(f"{prefix}: a conversion to it is running; wait for it")
-        remove_leftovers(prefix, leftovers, settings)
+    with ProgressDisplay("looking for leftovers") as progress:
+        leftovers = find_leftovers(prefix, settings)
+        if remove and leftovers:
+            if is_locked(prefix):
+                raise ConfigError(f"{prefix}: a conversion to it is running; wait for it")
+            remove_leftovers(prefix, leftovers, settings, progress)
     files = pluralize(len(leftovers), "file")
     size = pluralize(sum(info.size for info in leftovers), "byte")
     summary = f"{files} removed, {size}" if remove else f"{files}, {size}; --remove removes them"
@@ -153,12 +160,13 @@ def append(
     from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.append import append as run
 
-    with ProgressDisplay("appending"):
+    with ProgressDisplay("reading manifests") as progress:
         version = run(
             prefix,
             names,
             storage_config(storage, storage_file),
             conditional_writes=conditional_writes,
+            progress=progress,
         )
     how = "" if version.added else ", which had all of it already"
     summary = f"{redact_urls(prefix)}@{version.number}: {version}{how}"
@@ -188,6 +196,7 @@ def versions(
 
     Exit status 1 if the manifest of a version cannot be read.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.versions import DamagedVersion, unlisted_datasets
     from streammega.dataset.versions import versions as run
 
@@ -195,13 +204,17 @@ def versions(
     name = redact_urls(prefix)
     rows = []
     problems = []
-    for version in run(prefix, settings, max_count=MAX_VERSIONS):
-        if isinstance(version, DamagedVersion):
-            problems.append(f"{name}@{version.number} cannot be read: {version.why}")
-        else:
-            rows.append(version_report(prefix, version))
-    # without a damaged version its shards would seem to be in no version
-    others = [] if problems else [redact_urls(at) for at in unlisted_datasets(prefix, settings)]
+    others: list[str] = []
+    with ProgressDisplay("reading versions", unit=" versions") as progress:
+        for version in run(prefix, settings, max_count=MAX_VERSIONS):
+            if isinstance(version, DamagedVersion):
+                problems.append(f"{name}@{version.number} cannot be read: {version.why}")
+            else:
+                rows.append(version_report(prefix, version))
+            progress.advance(1)
+        if not problems:  # without a damaged version its shards would seem to be in no version
+            progress.begin("looking for other datasets")
+            others = [redact_urls(at) for at in unlisted_datasets(prefix, settings)]
     summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
     report = {"problems": problems, "in_no_version": others, "versions": rows}
     show_report(report, summary=summary, as_json=as_json)
@@ -217,9 +230,11 @@ CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir name
 
 def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
     """List cached objects, the most recently used first."""
+    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
-    entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    with ProgressDisplay("reading the cache"):
+        entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
     objects = []
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
@@ -240,20 +255,25 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
 
     Exit status 1 if one differs (readers fetch such pages again).
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
     chunks = _cache_folder(folder)
     pages = 0
     damaged = []
-    for entry in page_cache.entries(chunks):
-        pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
-        for path, page in page_cache.damaged_pages(entry):
-            damaged.append({"page": page, "file": str(path), "object": entry.url})
-            if not as_json:
-                typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
-    # the cache may belong to another user, who alone may write there
-    with contextlib.suppress(OSError):
-        page_cache.recount(chunks)
+    with ProgressDisplay("reading the cache") as progress:
+        entries = page_cache.entries(chunks)
+        progress.begin("verifying", sum(entry.cached_bytes for entry in entries))
+        for entry in entries:
+            pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
+            for path, page in page_cache.damaged_pages(entry, progress):
+                damaged.append({"page": page, "file": str(path), "object": entry.url})
+                if not as_json:
+                    typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
+        progress.begin("counting")
+        # the cache may belong to another user, who alone may write there
+        with contextlib.suppress(OSError):
+            page_cache.recount(chunks)
     summary = f"{pluralize(pages, 'page')}, {len(damaged):,} damaged"
     report = {"pages": pages, "damaged": damaged} if as_json else {}
     show_report(report, summary=summary, as_json=as_json)
@@ -263,9 +283,12 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
 
 def cache_clear(folder: CacheFolder, as_json: AsJson = False) -> None:
     """Remove all cached objects that were not used within the last ten minutes."""
+    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
-    removed, kept = page_cache.clear(_cache_folder(folder))
+    chunks = _cache_folder(folder)
+    with ProgressDisplay("removing") as progress:
+        removed, kept = page_cache.clear(chunks, progress)
     summary = (
         f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten "
         "minutes)"
@@ -309,13 +332,15 @@ def cat(
     Fetches only the .idx and these documents. With several documents, a line with its number comes
     before each.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset import IndexedDataset
 
     ranges = [parse_documents(text) for text in documents]
     settings = storage_config(storage, storage_file, looks_only=True)
     several = len(ranges) > 1 or any(first < last for _, first, last in ranges)
     for name, first, last in ranges:
-        indexed = IndexedDataset(name, settings)
+        with ProgressDisplay("opening"):
+            indexed = IndexedDataset(name, settings)
         shown = redact_urls(name)
         _check_number(shown, last, len(indexed.document_indices) - 1)
         model = None if ids else _tokenizer(shown, indexed, tokenizer)
@@ -374,10 +399,11 @@ def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokeni
             f"--tokenizer, or show ids by --ids"
         ) from None
     if label is not None and len(labels) == 1 and label.digest != model.digest:
-        typer.echo(
-            f"{name}: was made with {label.name!r}, and {model.name!r} is another one, or one with "
-            f"other settings",
-            err=True,
+        log.warning(
+            "%s: was made with %r, and %r is another one, or one with other settings",
+            name,
+            label.name,
+            model.name,
         )
     return model
 

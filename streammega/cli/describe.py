@@ -87,12 +87,16 @@ def describe(
 
 
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
+    from streammega.cli.progress import ProgressDisplay
     from streammega.cli.trace import check_step, open_run, phases_report
     from streammega.train.config import load_run
 
-    run = open_run(load_run(path), "train", None)
-    check_step(run, "--last-step", last_step)
-    report = {"run": path, **phases_report(run, last_step or run.last_step)}
+    settings = load_run(path)
+    with ProgressDisplay("opening") as progress:
+        run = open_run(settings, "train", None)
+        check_step(run, "--last-step", last_step)
+        progress.begin("counting")
+        report = {"run": path, **phases_report(run, last_step or run.last_step)}
     show_report(report, as_json=as_json)
 
 
@@ -105,6 +109,7 @@ def _describe_dataset(
     *,
     as_json: bool,
 ) -> None:
+    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset import IndexedDataset
     from streammega.dataset.names import MANIFEST
 
@@ -113,7 +118,8 @@ def _describe_dataset(
     # a signed URL is of one file
     if not (prefix.startswith("http") and "?" in prefix):
         try:
-            indexed = IndexedDataset(prefix, settings)
+            with ProgressDisplay("opening"):
+                indexed = IndexedDataset(prefix, settings)
         except (ObjectNotFoundError, FormatError) as error:
             may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
             if isinstance(error, FormatError) and not may_be_input:
@@ -121,7 +127,8 @@ def _describe_dataset(
             no_dataset = error
     if indexed is None:
         try:
-            report = input_report(prefix, settings)
+            with ProgressDisplay("looking for files"):
+                report = input_report(prefix, settings)
         except ObjectNotFoundError as error:
             raise (no_dataset or error) from None
         if tokenizer or plot:
@@ -133,7 +140,9 @@ def _describe_dataset(
         return
     if plot:
         check_plot_name(plot)
-    show_report(dataset_report(indexed, tokens, tokenizer), as_json=as_json)
+    with ProgressDisplay("counting"):
+        report = dataset_report(indexed, tokens, tokenizer)
+    show_report(report, as_json=as_json)
     if plot:
         write_plot(indexed, plot)
         typer.echo(f"histogram written to {plot}", err=as_json)

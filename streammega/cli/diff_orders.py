@@ -14,6 +14,7 @@ from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.cli.trace import TracedRunFile
+    from streammega.storage.progress import ProgressObserver
 
 MAX_LISTED = 50
 """Differing settings that are listed one by one."""
@@ -33,21 +34,29 @@ def diff_orders(
 
     Reads no tokens. Exit status 1 if a sample differs.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.cli.trace import open_run
     from streammega.train.config import load_run
 
     if samples is not None and samples < 1:
         raise ConfigError(f"--samples {samples}: nothing is compared; give at least 1")
-    one = open_run(load_run(config), split, None)
-    two = open_run(load_run(other), split, None)
-    report = {"runs": [config, other], **differences_report(one, two, samples)}
+    runs = [load_run(config), load_run(other)]
+    with ProgressDisplay("opening") as progress:
+        one, two = (open_run(run, split, None) for run in runs)
+        differences = differences_report(one, two, samples, progress)
+    report = {"runs": [config, other], **differences}
     title = f"orders of {config} and {other}"
     show_report(report, summary=_summary(report), as_json=as_json, html=html, title=title)
     if report["first_sample"] is not None:
         raise typer.Exit(1)
 
 
-def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | None) -> Report:
+def differences_report(
+    one: TracedRunFile,
+    two: TracedRunFile,
+    samples: int | None,
+    progress: ProgressObserver | None = None,
+) -> Report:
     """How the orders of two runs compare, as values for JSON."""
     from streammega.order.state import differing_values
     from streammega.samples.order_differences import compare_orders
@@ -59,7 +68,7 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
             ends.append(available)
     if samples is not None:
         ends.append(samples)
-    comparison = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
+    comparison = compare_orders(one.provenance, two.provenance, max(0, min(ends)), progress)
     listed = dict(islice(comparison.settings.items(), MAX_LISTED))
     report: Report = {
         "split": one.split,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,7 +36,12 @@ from streammega.cli.plotting import plot
 from streammega.cli.runs import prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
-from streammega.errors.process import describe_defect, name_files_on_bus_error, set_log_level
+from streammega.errors.process import (
+    describe_defect,
+    log_to_stderr,
+    name_files_on_bus_error,
+    set_log_level,
+)
 
 EXIT_OF_INTERRUPT = 130
 """128 plus the number of SIGINT, as shells have it."""
@@ -222,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     sys.stdout = sys.stdout or io.StringIO()  # None where the shell has closed it
     sys.stderr = sys.stderr or io.StringIO()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     name_files_on_bus_error()
     try:
         set_log_level("WARNING")

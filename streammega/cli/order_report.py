@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from streammega.order.schedule import TrainingSchedule
     from streammega.order.stream_order import StreamOrder
     from streammega.samples.source import SampleSource, SegmentSource
+    from streammega.storage.progress import ProgressObserver
 
 DRIFT_POINTS = 200
 """Prefixes at which a blend is compared with its target, evenly spread."""
+STEPS_OF_MEASURING = 4
 FAR_MORE = 1.5
 """Bytes fetched for each byte used, above which a note says why."""
 OF_A_BLEND = (
@@ -71,10 +73,13 @@ def order_report(
 
     For a run's file it measures each phase. It reads no tokens.
     """
+    from streammega.cli.progress import ProgressDisplay
+
     notes = []
     if blend[0].endswith(RUN):
         _check_of_a_blend(context, blend[0])
-        phases = _measure_run(blend[0], blend[1:], ranks, steps)
+        with ProgressDisplay("opening") as progress:
+            phases = _measure_run(blend[0], blend[1:], ranks, steps, progress)
         if plot and len(phases) > 1:
             raise ConfigError(
                 f"--plot: draws one order, and {blend[0]} has {len(phases)} phases; leave it out"
@@ -96,7 +101,8 @@ def order_report(
             num_samples=(steps * global_batch_size, 0, 0),
             storage=storage_config(storage, storage_file, looks_only=True),
         )
-        phases = [measure_order(config, "train", global_batch_size, ranks, steps)]
+        with ProgressDisplay("opening") as progress:
+            phases = [measure_order(config, "train", global_batch_size, ranks, steps, progress)]
     values = [measured.report for measured in phases]
     show_report({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)
     if plot:
@@ -113,12 +119,14 @@ def _blend_of(words: list[str]) -> list[str] | str:
     return words if has_blanks and len(words) > 1 else " ".join(words)
 
 
-def _measure_run(path: str, overrides: list[str], ranks: int, steps: int) -> list[MeasuredOrder]:
+def _measure_run(
+    path: str, overrides: list[str], ranks: int, steps: int, progress: ProgressObserver
+) -> list[MeasuredOrder]:
     from streammega.cli.trace import open_run
     from streammega.train.config import load_run
 
     run = open_run(load_run(path, overrides), "train", None)
-    return measure_phases(run.provenance.source, run.schedule, ranks, steps, run.end)
+    return measure_phases(run.provenance.source, run.schedule, ranks, steps, run.end, progress)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -147,7 +155,12 @@ class MeasuredOrder(NamedTuple):
 
 
 def measure_order(
-    config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int
+    config: DataConfig,
+    split: str,
+    global_batch_size: int,
+    dp_size: int,
+    steps: int,
+    progress: ProgressObserver,
 ) -> MeasuredOrder:
     """Measure `steps` global batches of an order from its plan; no token is read.
 
@@ -159,11 +172,17 @@ def measure_order(
     _check_sizes(global_batch_size=global_batch_size, ranks=dp_size, steps=steps)
     source = open_source(config, split, global_batch_size)
     schedule = training_schedule(config, split, global_batch_size)
-    return measure_phases(source, schedule, dp_size, steps, steps * global_batch_size)[0]
+    end = steps * global_batch_size
+    return measure_phases(source, schedule, dp_size, steps, end, progress)[0]
 
 
 def measure_phases(
-    source: SampleSource, schedule: TrainingSchedule, dp_size: int, steps: int, end: int
+    source: SampleSource,
+    schedule: TrainingSchedule,
+    dp_size: int,
+    steps: int,
+    end: int,
+    progress: ProgressObserver,
 ) -> list[MeasuredOrder]:
     """The same of every phase that begins before sample `end`, from its first sample on.
 
@@ -174,14 +193,14 @@ def measure_phases(
     if source.num_samples is not None:
         end = min(end, source.num_samples)
     measured = []
-    for number, start in enumerate(starts):
+    begun = sum(start < end for start in starts)
+    progress.begin("measuring", begun * STEPS_OF_MEASURING, " steps")
+    for number, start in enumerate(starts[:begun]):
         stop = min([end, *starts[number + 1 : number + 2]])
-        if start >= stop:
-            continue
         batch = schedule.size_at(start)
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
-        measured.append(_measure(source.segments[number], ids, batch, dp_size, phase))
+        measured.append(_measure(source.segments[number], ids, batch, dp_size, phase, progress))
     return measured
 
 
@@ -197,16 +216,20 @@ def _measure(
     global_batch_size: int,
     dp_size: int,
     phase: int | None,
+    progress: ProgressObserver,
 ) -> MeasuredOrder:
-    """Figures of samples of one phase."""
+    """Figures of samples of one phase, in STEPS_OF_MEASURING steps."""
     from streammega.samples.shuffling import shuffle_figures
 
     config = segment.config
     samples = len(ids)
     extents = segment.locate(ids)
+    progress.advance(1)
     figures = shuffle_figures(segment, ids, global_batch_size)
+    progress.advance(1)
     order = segment.order
     plan = _plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0])
+    progress.advance(1)
     report: Report = {
         "phase": phase,
         "first_sample": int(ids[0]),
@@ -231,6 +254,7 @@ def _measure(
             "most_samples_from_its_target": max(distance for _, distance in drift),
             "at_any_of_prefixes": len(drift),
         }
+    progress.advance(1)
     return MeasuredOrder(report, drift)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -66,8 +67,10 @@ def show_report(
 ) -> None:
     """Print a report as text or JSON, and write its page if one is wanted.
 
-    summary: a sentence that stands first. title: of the page.
+    summary: a sentence that stands first. title: of the page. Numbers that are not finite are left
+    out: JSON has none.
     """
+    report = _finite(report)
     if html is not None:
         # names of files may hold bytes that are no text
         Path(html).write_text(
@@ -77,6 +80,15 @@ def show_report(
     if as_json:
         text = json.dumps(report, indent=1, ensure_ascii=False)
     typer.echo(text.encode("utf-8", "backslashreplace").decode())
+
+
+def _finite(value: Any) -> Any:
+    """The same value, with None for each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text(report: Report, summary: str = "") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,9 +19,22 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 
+if TYPE_CHECKING:
+    from streammega.storage.progress import ProgressObserver
+
 DOCUMENTS = 300
 TOKENS = 64
 """Tokens of a sample."""
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"shard_bytes": 20_000},
+    "wide": {"dtype": "int32", "shuffle_seed": 1, "dedup": True},
+    "zst": {"format": "zst"},
+    "tar": {"format": "tar", "max_tokens": 100},
+    "chat": {"chat": True},
+    "packed": {"pack_length": TOKENS},
+    "packed-wide": {"pack_length": TOKENS, "dtype": "int32", "shuffle_seed": 1},
+}
+"""Settings of datasets that are loaded by different kernels, by their names."""
 
 
 def prepare(
@@ -82,8 +95,8 @@ def warmup(as_json: AsJson = False) -> None:
     """
     from streammega.cli.progress import ProgressDisplay
 
-    with ProgressDisplay("compiling kernels"):
-        done = warm_up()
+    with ProgressDisplay("compiling kernels") as progress:
+        done = warm_up(progress)
     if not done.folders:
         raise ConfigError(
             "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
@@ -107,15 +120,18 @@ class Warmup:
     seconds: float
 
 
-def warm_up() -> Warmup:
+def warm_up(progress: ProgressObserver) -> Warmup:
     """Convert and load a small corpus in every way that uses another kernel or signature."""
     from streammega.kernels.jit import KERNELS
 
     began = time.monotonic()
     with TemporaryDirectory(prefix="streammega-warmup-") as folder:
+        progress.begin("compiling kernels", len(KINDS) + 1, " corpora")
         for dataset in _convert(Path(folder)):
             _load(dataset)
+            progress.advance(1)
         _load_in_phases(Path(folder))
+        progress.advance(1)
     stats = [kernel.stats for kernel in KERNELS]
     return Warmup(
         compiled=sum(sum(of_kernel.cache_misses.values()) for of_kernel in stats),
@@ -142,16 +158,7 @@ def _convert(folder: Path) -> Iterator[str]:
                 {"role": "assistant", "content": "!" * 20},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {"shard_bytes": 20_000},
-        "wide": {"dtype": "int32", "shuffle_seed": 1, "dedup": True},
-        "zst": {"format": "zst"},
-        "tar": {"format": "tar", "max_tokens": 100},
-        "chat": {"chat": True},
-        "packed": {"pack_length": TOKENS},
-        "packed-wide": {"pack_length": TOKENS, "dtype": "int32", "shuffle_seed": 1},
-    }
-    for name, settings in kinds.items():
+    for name, settings in KINDS.items():
         output = str(folder / name)
         inputs = [str(chats if "chat" in settings else texts)]
         convert(inputs, output, tokenizer="bytes", workers=1, **settings)

@@ -5,6 +5,7 @@ It computes both from the run's config and needs no log.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
     from streammega.loading.micro_steps import BalancedBatches
     from streammega.order.schedule import TrainingSchedule
     from streammega.samples.document_names import DocumentName
-    from streammega.samples.provenance import Provenance, TracedRun
+    from streammega.samples.provenance import Provenance, TracedRun, TracedSample
+    from streammega.storage.progress import ProgressObserver
     from streammega.train.config import RunConfig
+
+log = logging.getLogger(__name__)
 
 MAX_FOUND = 100
 """Documents with a text that are reported. A text that more documents have says little."""
+TRACED_AT_ONCE = 64
+"""Samples that are traced together."""
 MIN_INNER = 3
 """The fewest ids of a text that a search uses without the first and the last one.
 
@@ -98,28 +104,31 @@ def trace(
     The order is computed, so no log of the run is needed. Only .idx files are read, and with
     --tokenizer also tokens.
     """
+    from streammega.cli.progress import ProgressDisplay
     from streammega.train.config import load_run
 
     _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
     _check_belongs("--last-step", last_step, "--find or --excluded", find or excluded or None)
     settings = _chosen_run(load_run(config, overrides or []), validation)
-    run = open_run(settings, "valid" if validation else split, ranks)
-    for name, number in (("--step", step), ("--last-step", last_step)):
-        check_step(run, name, number)
     model = _load(tokenizer)
-    last = run.last_step if last_step is None else last_step
-    try:
-        if excluded:
-            report = excluded_report(run, last)
-        elif find is not None:
-            report = uses_report(run, _documents(run, find, model), last)
-        else:
-            samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
-            decode = None if model is None else model.decode
-            report = trace_report(run, samples, _range(tokens), decode)
-    except IndexError as error:  # no sample or document has the number that was given
-        raise ConfigError(str(error)) from None
+    with ProgressDisplay("opening") as progress:
+        run = open_run(settings, "valid" if validation else split, ranks)
+        for name, number in (("--step", step), ("--last-step", last_step)):
+            check_step(run, name, number)
+        last = run.last_step if last_step is None else last_step
+        try:
+            if excluded:
+                report = excluded_report(run, last, progress)
+            elif find is not None:
+                documents = _documents(run, find, model, progress)
+                report = uses_report(run, documents, last, progress)
+            else:
+                samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
+                decode = None if model is None else model.decode
+                report = trace_report(run, samples, _range(tokens), decode, progress)
+        except IndexError as error:  # no sample or document has the number that was given
+            raise ConfigError(str(error)) from None
     chosen = {"step": step, "sample": sample, "find": find, "excluded": excluded or None}
     what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     title = f"trace of {config}: {'excluded documents' if excluded else what}"
@@ -206,7 +215,9 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
     return load_tokenizer(tokenizer)
 
 
-def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[DocumentName]:
+def _documents(
+    run: TracedRunFile, what: str, model: Tokenizer | None, progress: ProgressObserver
+) -> list[DocumentName]:
     """The documents that --find names. Raises ConfigError if no document matches."""
     names = run.provenance.names
     matches = names.find(what)
@@ -217,20 +228,22 @@ def _documents(run: TracedRunFile, what: str, model: Tokenizer | None) -> list[D
             f"--find: {names.describe_missing([what])}. To find a text, give the --tokenizer that "
             "made the tokens"
         )
-    return _documents_with(run, what, model)
+    return _documents_with(run, what, model, progress)
 
 
-def _documents_with(run: TracedRunFile, text: str, model: Tokenizer) -> list[DocumentName]:
+def _documents_with(
+    run: TracedRunFile, text: str, model: Tokenizer, progress: ProgressObserver
+) -> list[DocumentName]:
     """The documents that have a text, each once."""
     from streammega.samples.provenance import documents_with
 
     matches: dict[DocumentName, None] = {}
-    for name, _, ids in documents_with(run.provenance, _patterns(text, model)):
+    for name, _, ids in documents_with(run.provenance, _patterns(text, model), progress):
         # the patterns lack the first and last id, so the whole text is compared
         if text in model.decode(ids.tolist()):
             matches[name] = None
         if len(matches) == MAX_FOUND:
-            typer.echo(f"{MAX_FOUND} documents have this text; no more are looked for", err=True)
+            log.warning("%d documents have this text; no more are looked for", MAX_FOUND)
             break
     if not matches:
         raise ConfigError(
@@ -352,47 +365,58 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
 def trace_report(
     run: TracedRunFile,
     samples: Sequence[int],
-    tokens: tuple[int, int] | None = None,
-    decode: Decode | None = None,
+    tokens: tuple[int, int] | None,
+    decode: Decode | None,
+    progress: ProgressObserver,
 ) -> Report:
     """The documents of samples, and how many tokens they take from each dataset."""
-    ids = np.array(samples, np.int64)
-    traced = run.provenance.trace(ids, tokens)
-    stored = run.provenance.tokens(ids)[0] if decode is not None else None
+    traced: list[TracedSample] = []
     listed = []
-    for row, sample in enumerate(traced):
-        runs = []
-        for part in sample.runs:
-            entry = _run_entry(part)
-            if decode is not None and stored is not None and not part.excluded:
-                columns = slice(part.column, part.column + part.stop - part.start)
-                entry["text"] = decode(stored[row, columns].tolist())
-            runs.append(entry)
-        joins = {"joins": list(sample.joins)} if sample.joins else {}
-        listed.append({**run.place(sample.sample), **joins, "runs": runs})
+    progress.begin("tracing", len(samples), " samples")
+    for first in range(0, len(samples), TRACED_AT_ONCE):
+        ids = np.array(samples[first : first + TRACED_AT_ONCE], np.int64)
+        traced += run.provenance.trace(ids, tokens)
+        stored = run.provenance.tokens(ids)[0] if decode is not None else None
+        for row, sample in enumerate(traced[first:]):
+            runs = []
+            for part in sample.runs:
+                entry = _run_entry(part)
+                if decode is not None and stored is not None and not part.excluded:
+                    columns = slice(part.column, part.column + part.stop - part.start)
+                    entry["text"] = decode(stored[row, columns].tolist())
+                runs.append(entry)
+            joins = {"joins": list(sample.joins)} if sample.joins else {}
+            listed.append({**run.place(sample.sample), **joins, "runs": runs})
+        progress.advance(len(ids))
     return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
 
 
-def uses_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: int) -> Report:
+def uses_report(
+    run: TracedRunFile, names: Sequence[DocumentName], last_step: int, progress: ProgressObserver
+) -> Report:
     """The steps in which documents are read, up to a step."""
     end = run.end_of(last_step)
     documents = []
+    progress.begin("tracing", len(names), " documents")
     for name in names:
         entry = document_entry(run.provenance, name)
         since = run.provenance.excluded_from(name)
         entry["uses"] = _uses(run, name, end, since)
         documents.append(entry)
+        progress.advance(1)
     return {"split": run.split, "last_step": last_step, "documents": documents}
 
 
-def excluded_report(run: TracedRunFile, last_step: int) -> Report:
+def excluded_report(run: TracedRunFile, last_step: int, progress: ProgressObserver) -> Report:
     """The excluded documents, where each exclusion begins, and the steps that read it before.
 
     Steps after `last_step` are left out.
     """
     end = run.end_of(last_step)
     documents = []
-    for name, since in run.provenance.excluded_documents().items():
+    excluded = run.provenance.excluded_documents()
+    progress.begin("tracing", len(excluded), " documents")
+    for name, since in excluded.items():
         uses = _uses(run, name, min(since, end), None)
         documents.append(
             {
@@ -402,6 +426,7 @@ def excluded_report(run: TracedRunFile, last_step: int) -> Report:
                 "uses": uses,
             }
         )
+        progress.advance(1)
     seen_before = [document for document in documents if document["uses"]]
     return {
         "split": run.split,

@@ -195,9 +195,8 @@ class Conversion:
             sources = [record.digest for record in records]
             source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
-                self.progress.begin("removing duplicates", None)
                 parts, duplicates = remove_duplicates(
-                    job, parts, self.execution.shuffle_memory_bytes
+                    job, parts, self.execution.shuffle_memory_bytes, self.progress
                 )
         parts = [part for part in parts if part.documents]
         if not parts:
@@ -236,7 +235,7 @@ class Conversion:
 
     def publish(self, written: WrittenDataset) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
-        self.progress.begin("publishing", None)
+        self.progress.begin("publishing")
         options = self.options
         layout = written.layout
         shards = [record.shard for record in written.shards]
@@ -269,7 +268,7 @@ class Conversion:
         )
         # Once more: a version may have been appended since the conversion began.
         check_not_grown(self.prefix, self.storage, overwrite=self.overwrite)
-        return self.publisher.publish(layout, manifest)
+        return self.publisher.publish(layout, manifest, self.progress)
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""

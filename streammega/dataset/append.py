@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import (
     Manifest,
-    ShardEntry,
     check_counts,
     manifest_url,
     parent_of,
@@ -25,6 +24,7 @@ from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
 from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote, resolved
+from streammega.storage.progress import ProgressObserver
 from streammega.storage.store import create_object, create_on_condition
 from streammega.storage.thread_pool import parallel_map
 
@@ -47,6 +47,7 @@ def append(
     storage: StorageConfig | None = None,
     *,
     conditional_writes: bool = True,
+    progress: ProgressObserver | None = None,
 ) -> DatasetVersion:
     """Make the next version of a dataset: its shards, then those of other datasets in the same
     folder, each with a manifest of `streammega convert`. What it has already is not added again.
@@ -59,6 +60,7 @@ def append(
         names: prefixes or manifests of what is appended.
         conditional_writes: False for storage without them, where no other producer may append at
             the same time.
+        progress: receives the shards that were looked up.
 
     Raises ConfigError for datasets that cannot be one, ObjectNotFoundError, FormatError for shards
     that are not what their manifest says, StorageError.
@@ -66,9 +68,12 @@ def append(
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
     check_no_version(prefix, NOT_TO_A_VERSION)
+    progress = progress or ProgressObserver()
     added = [AppendRequest.read(prefix, name, storage) for name in names]
     if not added:
         raise ConfigError(f"{redact_urls(prefix)}: name the datasets to append")
+    _check_shards(added, storage, progress)
+    progress.begin("appending")
     create = _create if conditional_writes else create_object
     if conditional_writes:
         _check_conditions(manifest_url(names[0]), storage)
@@ -147,7 +152,7 @@ class AppendRequest(NamedTuple):
 
     @classmethod
     def read(cls, prefix: str, name: str, storage: StorageConfig) -> AppendRequest:
-        """Read the manifest, and compare the sizes of the shards with it."""
+        """Read the manifest of a dataset in the same folder."""
         url = manifest_url(name)
         check_same_folder(prefix, url.removesuffix(MANIFEST))
         try:
@@ -157,14 +162,7 @@ class AppendRequest(NamedTuple):
                 f"{redact_urls(name)}: has no manifest, so its shards cannot be checked; "
                 f"convert it to a name next to {redact_urls(prefix)} ({error})"
             ) from None
-
-        def check(listed: tuple[str, ShardEntry]) -> None:
-            shard = Shard(listed[0], storage, manifest=manifest, entry=listed[1])
-            shard.look_up()  # and compare it with the manifest
-
-        names = shard_names(check_counts(manifest, url), url)
-        parallel_map(check, list(zip(names, manifest.shards, strict=True)), MAX_LOOK_UPS)
-        return cls(name, manifest)
+        return cls(name, check_counts(manifest, url))
 
     def is_in(self, version: DatasetVersion | None) -> bool:
         """Whether a version has all of the shards. Raises ConfigError where it has other shards of
@@ -182,6 +180,24 @@ class AppendRequest(NamedTuple):
                 f"with other contents, which must stay as they are: convert to another name"
             )
         return False
+
+
+def _check_shards(
+    added: Sequence[AppendRequest], storage: StorageConfig, progress: ProgressObserver
+) -> None:
+    """Compare the sizes of all shards with their manifests. Raises FormatError, StorageError."""
+
+    def check(shard: Shard) -> None:
+        shard.look_up()  # and compare it with the manifest
+        progress.advance(1)
+
+    shards = []
+    for name, manifest in added:
+        names = shard_names(manifest, manifest_url(name))
+        for shard_name, entry in zip(names, manifest.shards, strict=True):
+            shards.append(Shard(shard_name, storage, manifest=manifest, entry=entry))
+    progress.begin("checking shards", len(shards), " shards")
+    parallel_map(check, shards, MAX_LOOK_UPS)
 
 
 def check_same_folder(prefix: str, name: str) -> None:

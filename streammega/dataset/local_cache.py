@@ -38,6 +38,7 @@ from streammega.storage.backends.local import map_file
 from streammega.storage.cache.cache_folder import check_owner
 from streammega.storage.etags import warn_unversioned
 from streammega.storage.open import settings_digest
+from streammega.storage.progress import note_part, observer
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ _ANSWERS = "answers-"
 """What names of files with answers begin with."""
 UNUSED_ANSWERS_DAYS = 1.0
 """Answers are for processes that wait for them. Older files are removed."""
+COPIES = "copies of index files"
+"""What is shown of downloads."""
 LINE_EVERY = 30.0
 """Seconds between two lines that say how far a download is."""
 CHECKSUM_BYTES = 8
@@ -225,13 +228,14 @@ def _read_name(path: Path) -> str:
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
     """The object's bytes in order, a window of concurrent parts at a time. A long download logs how
-    far it is, and takes small windows where storage is slow.
+    far it is unless that is observed, and takes small windows where storage is slow.
     """
+    note_part(COPIES, 0, info.size)
     began = last_line = now = time.monotonic()
     window_bytes = max(DOWNLOAD_BYTES // 8, part_bytes)
     window_start = 0
     while window_start < info.size:
-        if window_start and now - last_line >= LINE_EVERY:
+        if window_start and now - last_line >= LINE_EVERY and observer() is None:
             last_line = now
             seconds_left = (now - began) * (info.size - window_start) / window_start
             log.warning(
@@ -245,6 +249,7 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
         starts = list(range(window_start, window_stop, part_bytes))
         stops = [min(start + part_bytes, window_stop) for start in starts]
         yield from store.read(info.key, list(zip(starts, stops, strict=True)), info.etag)
+        note_part(COPIES, window_stop - window_start)
         window_start = window_stop
         seconds = time.monotonic() - now
         now += seconds

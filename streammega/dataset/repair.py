@@ -30,6 +30,7 @@ from streammega.errors import AccessDeniedError, ConfigError, FormatError, Objec
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move_or_copy
+from streammega.storage.progress import ProgressObserver
 
 MANIFEST_STAYS = (
     "its manifest never changes, though the tokens do not agree with it. Copy the .idx again from "
@@ -44,6 +45,7 @@ def repair_index(
     eod_id: int | None = None,
     dtype: str | None = None,
     force: bool = False,
+    progress: ProgressObserver | None = None,
 ) -> list[str]:
     """Rebuild each `.idx` that is missing or broken, from the places of the end-of-document id in
     its tokens. Returns a line for each file that was written.
@@ -51,11 +53,13 @@ def repair_index(
     A sound `.idx` is not touched. A broken one is kept as `.idx.former`, a later one as
     `.idx.former-2`. Every document becomes one sequence; tokens after the last end are one more
     document. So a dataset whose documents have several sequences, or modes, is refused, and so is
-    an `.idx` that contradicts the manifest. force: write it nevertheless.
+    an `.idx` that contradicts the manifest. force: write it nevertheless. progress: receives the
+    shards that were looked at, and of bytes of tokens.
 
     Raises ConfigError for what is refused, and where the id or the dtype is not known.
     """
     storage = storage or StorageConfig()
+    progress = progress or ProgressObserver()
     try:
         names, manifest = shards_of(name, storage, VerifyReport(name=redact_urls(name)))
     except ObjectNotFoundError:
@@ -71,6 +75,7 @@ def repair_index(
         dtype = dtype or manifest.dtype
     # All are made before the first is written: where one is refused, nothing has changed.
     rebuilt: dict[int, _Rebuilt] = {}
+    progress.begin("looking at indices", len(names), " shards")
     for number, shard_name in enumerate(names):
         is_packed = manifest is not None and manifest.pack is not None
         report = VerifyReport(name=shard_name)
@@ -79,14 +84,24 @@ def repair_index(
             if is_packed:
                 raise _packed(shard_name)
             rebuilt[number] = _rebuild(
-                shard_name, expected[number], manifest, storage, eod_id, dtype, force=force
+                shard_name,
+                expected[number],
+                manifest,
+                storage,
+                eod_id,
+                dtype,
+                progress,
+                force=force,
             )
+        progress.advance(1)
     differ = any(index.shard != expected[number] for number, index in rebuilt.items())
     if differ:
         check_no_version(name, MANIFEST_STAYS)
     done = []
+    progress.begin("writing indices", len(rebuilt), " files")
     for number, index in rebuilt.items():
         done.append(_put_index(names[number], expected[number], index, storage))
+        progress.advance(1)
     if manifest is not None and differ:
         done.append(_put_manifest(name, manifest, rebuilt, storage))
     return done
@@ -127,6 +142,7 @@ def _rebuild(
     storage: StorageConfig,
     eod_id: int | None,
     dtype_name: str | None,
+    progress: ProgressObserver,
     *,
     force: bool,
 ) -> _Rebuilt:
@@ -156,7 +172,7 @@ def _rebuild(
             f"{stored.prefix}: the dtype of its tokens is not known; name it by --dtype, such as "
             "uint16"
         )
-    lengths = _document_lengths(stored, dtype, eod_id)
+    lengths = _document_lengths(stored, dtype, eod_id, progress)
     bounds = np.arange(len(lengths) + 1)
     data = b"".join(encode_index(dtype, lengths, bounds, None))
     checksums = checksums_of(data)
@@ -197,18 +213,22 @@ def _has_sequences_or_modes(
     return has_modes or header.sequence_count != header.document_count - 1
 
 
-def _document_lengths(shard: Shard, dtype: np.dtype[Any], eod_id: int) -> NDArray[np.int32]:
+def _document_lengths(
+    shard: Shard, dtype: np.dtype[Any], eod_id: int, progress: ProgressObserver
+) -> NDArray[np.int32]:
     """Tokens of each document of a shard, by their ends. Raises FormatError for a document that is
     too long for an `.idx`.
     """
     store, info = shard.tokens()
     token_bytes = info.size - info.size % dtype.itemsize
     bounds = [np.zeros(1, np.int64)]
+    progress.part("tokens read", 0, token_bytes)
     for start in range(0, token_bytes, REMOTE_BYTES):
         span = (start, min(start + REMOTE_BYTES, token_bytes))
         (data,) = store.read(info.key, [span], info.etag)
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         bounds.append(start // dtype.itemsize + np.flatnonzero(ids == eod_id) + 1)
+        progress.part("tokens read", span[1] - span[0])
     num_tokens = token_bytes // dtype.itemsize
     if not bounds[-1].size or bounds[-1][-1] < num_tokens:  # the last document has no end
         bounds.append(np.array([num_tokens]))

@@ -280,8 +280,6 @@ def verify(
         try:
             check = ShardCheck(shard_name, expected, manifest, storage, report)
             check.check_all(vocab_size, eod_id, progress)
-            if manifest is not None and manifest.origins is not None:
-                _check_origins(shard_name, manifest.origins[number], storage)
         except ObjectNotFoundError as error:
             if manifest is None and len(names) == 1 and not report.problems:
                 raise  # there is nothing to check
@@ -289,6 +287,14 @@ def verify(
         except (FormatError, ShortReadError) as error:
             report.problems.append(str(error))
         report.shards += 1
+    if manifest is not None and manifest.origins is not None:
+        progress.begin("verifying origins", len(names), " files")
+        for shard_name, digest in zip(names, manifest.origins, strict=True):
+            try:
+                _check_origins(shard_name, digest, storage)
+            except FormatError as error:
+                report.problems.append(str(error))
+            progress.advance(1)
     # With a problem in a shard, the sums differ because of that.
     if manifest is not None and not report.problems:
         _compare_sums(manifest, report)
@@ -299,15 +305,24 @@ def verify(
 def _stored_bytes(
     names: list[str], manifest: Manifest | None, storage: StorageConfig
 ) -> int | None:
-    """The bytes of all shards; None where each of many would take a request."""
+    """The bytes of all shards that are checked: as they are stored, and then of packed ones as
+    tokens. None where each of many would take a request.
+    """
     if manifest is not None:
-        return sum(shard.bytes for shard in manifest.shards)
+        stored = sum(shard.bytes for shard in manifest.shards)
+        if manifest.kind == "bin":
+            return stored
+        itemsize = manifest.token_dtype.itemsize
+        return stored + sum(shard.tokens * itemsize for shard in manifest.shards)
     if len(names) > 1 and any(is_remote(name) for name in names):
         return None
     size = 0
     for name in names:
-        with contextlib.suppress(ObjectNotFoundError):  # its check will say so
-            size += Shard(name, storage).stored.size
+        with contextlib.suppress(ObjectNotFoundError, FormatError):  # its check will say so
+            shard = Shard(name, storage)
+            size += shard.stored.size
+            if shard.kind != "bin":
+                size += shard.tokens()[1].size
     return size
 
 
@@ -418,7 +433,9 @@ class ShardCheck:
         if index is None:
             return
         if shard.kind != "bin":
-            check_bytes(index.store, index.tokens, self._report, tokens=tokens)
+            check_bytes(
+                index.store, index.tokens, self._report, tokens=tokens, progress=progress.advance
+            )
         self._add_counts(index)
 
     def check_index(self) -> SoundIndex | None:

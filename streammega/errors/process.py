@@ -33,6 +33,24 @@ def set_log_level(default: str) -> None:
         ) from None
 
 
+def log_to_stderr(prefix: str = "") -> None:
+    """Show logs of this process as lines. Warnings begin with `WARNING: `, lines of a run (INFO) have
+    no level. prefix: stands behind the level.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines(prefix))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, prefix: str) -> None:
+        super().__init__(f"{prefix}%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if record.levelno == logging.INFO else f"{record.levelname}: {line}"
+
+
 def describe_defect(error: Exception) -> str:
     """A message in place of a traceback, which goes to the log at DEBUG."""
     logging.getLogger("streammega").debug("the defect", exc_info=error)

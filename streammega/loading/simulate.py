@@ -37,6 +37,7 @@ from streammega.storage.fetch.buffer_pool import BufferPool, rounded
 from streammega.storage.fetch.flow_control import FlowControl
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.open import is_remote, register_scheme
+from streammega.storage.progress import ProgressObserver
 from streammega.storage.store import Buffer, ObjectInfo, Span, Store
 
 SCHEME = "simulated"
@@ -132,6 +133,7 @@ def simulate_reads(
     batch_seconds: float,
     share_pages: bool = False,
     prefetch: int = 4,
+    progress: ProgressObserver | None = None,
 ) -> SimulatedReads:
     """Simulate how some data-parallel ranks of a run read, by the code that reads. Nothing has to
     exist.
@@ -153,6 +155,7 @@ def simulate_reads(
         num_batches: micro-batches of each.
         batch_seconds: seconds that the training step needs for a micro-batch.
         share_pages: the ranks share a page cache, which is empty at first and has room for all.
+        progress: receives micro-batches that were simulated.
 
     Raises ConfigError, FormatError for manifests.
     """
@@ -169,6 +172,8 @@ def simulate_reads(
     missing = [name for name in names if name not in datasets]
     if missing:
         raise ConfigError(f"{missing[0]} of the blend has no size; give one, or leave it out")
+    progress = progress or ProgressObserver()
+    progress.begin("opening")
     bucket = SimulatedBucket({name: datasets[name] for name in names}, dtype)
     urls = [bucket.url(name) for name in bucket.names]
     blend: Any = urls if weights is None else list(zip(urls, weights, strict=True))
@@ -192,6 +197,7 @@ def simulate_reads(
     assert order is not None
     network = Network(latency, connection_rate, rank_rate, request_rate)
     pages: set[tuple[str, int]] | None = set() if share_pages else None
+    progress.begin("simulating", len(dp_ranks) * num_batches, " micro-batches")
     ranks = [
         _simulate_rank(
             replace(steps, dp_rank=rank),
@@ -199,10 +205,12 @@ def simulate_reads(
             num_batches,
             batch_seconds,
             prefetch,
+            progress,
         )
         for rank in dp_ranks
     ]
     count = min(SHUFFLED_SAMPLES, num_batches * steps.step_samples)
+    progress.begin("measuring the shuffle")
     return SimulatedReads(
         opening=opening,
         ranks=ranks,
@@ -501,6 +509,7 @@ def _simulate_rank(
     num_batches: int,
     batch_seconds: float,
     prefetch: int,
+    progress: ProgressObserver,
 ) -> RankReads:
     """Run the engine's loop in virtual time: plan, wait, gather, put into the queue of ready groups.
 
@@ -543,6 +552,7 @@ def _simulate_rank(
         taken_at = max(fetcher.now, free_at)
         ended_at = taken_at + batches * batch_seconds
         groups.append(_Taken(taken_at, ended_at, taken_at - free_at, batches, nbytes, arrived))
+        progress.advance(batches)
     waited = np.zeros(num_batches)  # all micro-batches of a group are ready with the first
     waited[np.cumsum([0, *(group.batches for group in groups[:-1])])] = [
         group.waited for group in groups

@@ -13,6 +13,7 @@ from streammega.order import Extents
 from streammega.order.state import differing_values
 from streammega.samples.provenance import Provenance
 from streammega.samples.source import SampleSource, runs_of
+from streammega.storage.progress import ProgressObserver
 
 Integers = NDArray[np.int64]
 
@@ -41,16 +42,21 @@ class OrderDifferences:
         return self.first is None
 
 
-def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDifferences:
+def compare_orders(
+    one: Provenance, other: Provenance, end: int, progress: ProgressObserver | None = None
+) -> OrderDifferences:
     """Compare the samples before `end` of two orders. Samples are equal if they have the same
     tokens of the same datasets and files, and skip the same of them. No token is read.
 
     Cost: that of locating samples, up to the first that differs. Samples that are equal by the
-    identities are not located.
+    identities are not located. progress: receives samples that were compared.
     """
+    progress = progress or ProgressObserver()
     settings = differing_values(one.source.identity(), other.source.identity())
     names = [_numbers_of(one, other), _numbers_of(other, other)]
-    for start in range(_first_possible(one, other, end), end, AT_ONCE):
+    possible = _first_possible(one, other, end)
+    progress.begin("comparing", end - possible, " samples")
+    for start in range(possible, end, AT_ONCE):
         ids = np.arange(start, min(end, start + AT_ONCE))
         extents = one.source.locate(ids)
         other_extents = other.source.locate(ids)
@@ -67,6 +73,7 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
                 looked_at=len(ids) - first,
                 shared=int(np.count_nonzero(~differs[first:])),
             )
+        progress.advance(len(ids))
     return OrderDifferences(settings=settings, samples=end, first=None, looked_at=0, shared=0)
 
 

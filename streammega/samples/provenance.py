@@ -29,6 +29,8 @@ from streammega.samples.loss_masks import NO_JOINS
 from streammega.samples.open import check_sample_ids, open_source
 from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, joins_of
+from streammega.storage.progress import ProgressObserver
+from streammega.storage.thread_pool import parallel_map
 
 Integers = NDArray[np.int64]
 
@@ -317,34 +319,41 @@ class Provenance:
         return shard, start - int(bounds[shard])
 
 
+MAX_OPENED = 16
+"""Shards that are looked up at once before they are searched."""
 SEARCH_BYTES = 16 << 20
 """Bytes of a shard that are searched at once: bounds the memory."""
 
 
 def documents_with(
-    provenance: Provenance, patterns: Sequence[Sequence[int]]
+    provenance: Provenance,
+    patterns: Sequence[Sequence[int]],
+    progress: ProgressObserver | None = None,
 ) -> Iterator[tuple[DocumentName, int, Ids]]:
     """(document, token of the shard, ids there) for every match of one of some patterns of ids, in
     the order of datasets and shards.
 
     The ids have up to a longest pattern more on both sides, as context. Cost: reads every byte of the datasets once.
-    Raises StorageError.
+    progress: receives bytes that were searched. Raises StorageError.
     """
-    searched: set[str] = set()
-    for dataset, prefix in enumerate(provenance.datasets):
-        if prefix in searched:
-            continue
-        searched.add(prefix)
+    progress = progress or ProgressObserver()
+    of_prefix = {prefix: dataset for dataset, prefix in reversed([*enumerate(provenance.datasets)])}
+    shards = []
+    for dataset in sorted(of_prefix.values()):
         for shard, documents in enumerate(provenance.shards(dataset)):
-            for start, size, ids in _matches(documents, patterns):
-                # A match may span documents: the first one counts. Tokens of no document have none.
-                for run in documents.runs(start, start + size)[:1]:
-                    name = DocumentName(dataset=dataset, shard=shard, document=run.document)
-                    yield name, start, ids
+            shards.append((dataset, shard, documents))
+    sizes = parallel_map(lambda item: item[2].shard.tokens()[1].size, shards, MAX_OPENED)
+    progress.begin("searching", sum(sizes))
+    for dataset, shard, documents in shards:
+        for start, size, ids in _matches(documents, patterns, progress):
+            # A match may span documents: the first one counts. Tokens of no document have none.
+            for run in documents.runs(start, start + size)[:1]:
+                name = DocumentName(dataset=dataset, shard=shard, document=run.document)
+                yield name, start, ids
 
 
 def _matches(
-    documents: ShardDocuments, patterns: Sequence[Sequence[int]]
+    documents: ShardDocuments, patterns: Sequence[Sequence[int]], progress: ProgressObserver
 ) -> Iterator[tuple[int, int, Ids]]:
     """(token of a shard, tokens of the pattern, ids around it) of every match."""
     store, info = documents.shard.tokens()
@@ -366,6 +375,7 @@ def _matches(
                 if first <= begin + place < first + stretch:
                     around = ids[max(0, place - longest) : place + len(pattern) + longest]
                     yield begin + place, len(pattern), around
+        progress.advance((min(tokens, first + stretch) - first) * itemsize)
 
 
 def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:

@@ -17,8 +17,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from streammega.storage.progress import note_part, observer
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+CALLS = "steps"
+"""What is shown of calls of `parallel_map`."""
 IDLE_TIMEOUT = 10.0
 """Seconds after which a thread without work ends."""
 POLL_SECONDS = 0.2
@@ -165,15 +169,30 @@ def parallel_map(
     """`function` of each item by at most so many threads, in the order of the items.
 
     See `Pool.map`. is_local: the work is on local files, so this thread does it: other threads
-    would only take turns, and starting them takes longer than opening a file.
+    would only take turns, and starting them takes longer than opening a file. The observer of
+    this process sees how many calls are done.
     """
     listed = list(items)
+    if observer() is not None:
+        function = _counted(function)
+        note_part(CALLS, 0, len(listed), unit="")
     if is_local:
         return [function(item) for item in listed]
     pool = Pool(max_threads, "streammega-open", idle_timeout=0.0)
     if len(listed) == 1:
         return [pool.call(partial(function, listed[0]))]
     return pool.map(function, listed)
+
+
+def _counted(function: Callable[[Item], Result]) -> Callable[[Item], Result]:
+    """The same function, which reports each call that is done to the observer of this process."""
+
+    def call(item: Item) -> Result:
+        result = function(item)
+        note_part(CALLS, 1)
+        return result
+
+    return call
 
 
 def pause(seconds: float, stop: threading.Event | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -15,7 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from streammega.errors import ConfigError, StorageError, StreammegaError
-from streammega.errors.process import describe_defect, name_files_on_bus_error, set_log_level
+from streammega.errors.process import (
+    describe_defect,
+    log_to_stderr,
+    name_files_on_bus_error,
+    set_log_level,
+)
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
@@ -132,7 +136,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     """
     rank = os.environ.get("RANK", "0")
     name = name or f"error (rank {rank})"
-    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(message)s", stream=sys.stderr)
+    log_to_stderr(f"[{rank}] ")
     try:
         set_log_level("INFO" if rank == "0" else "WARNING")
         if not arguments or arguments[0] in ("-h", "--help"):

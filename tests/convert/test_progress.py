@@ -83,7 +83,7 @@ class Seen(ProgressObserver):
         self.tokens = 0
         self._done: list[int] = []
 
-    def begin(self, stage: str, total: int | None) -> None:
+    def begin(self, stage: str, total: int | None = None, unit: str = "B") -> None:
         self._done = []
         self.stages[stage] = (total, self._done)
 
@@ -247,7 +247,7 @@ def test_prepare_tells_how_many_datasets_are_done(
 
     def prepare_after_a_line(dataset: Any) -> Any:
         with in_turn:
-            while done and f"{len(done)}.00/" not in stderr.getvalue():
+            while done and f" {len(done)}/" not in stderr.getvalue():
                 stderr.written.clear()
                 assert stderr.written.wait(60)
             done.append(dataset)
@@ -257,6 +257,6 @@ def test_prepare_tells_how_many_datasets_are_done(
     monkeypatch.setattr(samples, "_prepare_one", prepare_after_a_line)
     assert main(["prepare", run, "--json"]) == 0
     lines = [line for line in stderr.getvalue().splitlines() if line.startswith("building indices")]
-    (second,) = {line.split("[")[0] for line in lines if " 2.00/" in line}
-    assert second == f"building indices: {200 / len(done):3.0f}% 2.00/{len(done)}.00 "
+    (second,) = {line.split("[")[0] for line in lines if " 2/" in line}
+    assert second == f"building indices: {200 / len(done):3.0f}% 2/{len(done)} "
     assert any("<" in line and " datasets" in line for line in lines), "the time that is left"

@@ -465,7 +465,7 @@ class Replaces(ProgressObserver):
         self._prefix = prefix
         self._stage = stage
 
-    def begin(self, stage: str, total: int | None) -> None:
+    def begin(self, stage: str, total: int | None = None, unit: str = "B") -> None:
         if stage == self._stage:
             for suffix in (".bin", ".idx"):
                 self._prefix.with_suffix(suffix).unlink()

@@ -28,6 +28,7 @@ from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, MissingShardsError
 from streammega.order.stream_order import tree_fractions
 from streammega.samples.open import open_source
+from streammega.storage.progress import ProgressObserver
 from tests.support.builders import KINDS, put_dataset, write_lengths
 
 
@@ -177,7 +178,7 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
     job: Any = SimpleNamespace(
         work_dir=WorkDir(str(tmp_path), StorageConfig()), options=ConvertOptions(dedup=True)
     )
-    kept, removed = remove_duplicates(job, parts, 1 << 20)
+    kept, removed = remove_duplicates(job, parts, 1 << 20, ProgressObserver())
     assert all(part.has_keep for part in kept)
     flags = [np.fromfile(f"{part.prefix(job)}.keep", np.uint8) for part in kept]
     bits = [np.unpackbits(flag, count=1)[0] for flag in flags]
@@ -202,7 +203,7 @@ def test_duplicates_are_found_within_their_memory(
     memory_bytes = -(-60_000 * COMPARED_BYTES // passes)
     tracemalloc.start()
     try:
-        _, removed = remove_duplicates(job, parts, memory_bytes)
+        _, removed = remove_duplicates(job, parts, memory_bytes, ProgressObserver())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

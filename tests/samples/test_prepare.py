@@ -18,6 +18,7 @@ from streammega.errors import ConfigError
 from streammega.order.quality import shuffle_quality
 from streammega.samples import blended, gpt
 from streammega.samples.open import prepare
+from streammega.storage.progress import ProgressObserver
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
@@ -177,6 +178,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
         4,
         2,
         4,
+        ProgressObserver(),
     )
     assert "requests and bytes cannot be forecast" in str(made.report["notes"])
     assert made.report["each_rank"] is None
@@ -191,6 +193,7 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
         4,
         2,
         4,
+        ProgressObserver(),
     )
     each_rank = large.report["each_rank"]
     assert each_rank["requests"] > 0, "each lane has blocks of its own"

@@ -17,6 +17,7 @@ from streammega.errors.redaction import split_query, without_queries
 from streammega.storage.backends.fsspec import driver_error
 from streammega.storage.file_system import StoreFiles, file_system
 from streammega.storage.open import is_remote, local_path
+from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
 
 FILE = "file"
@@ -286,6 +287,7 @@ def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
             continue
         searched.add(identity)
         for row in place.rows(folder, is_deep=is_deep):
+            note_part("names found", 1, unit="")
             parts = path_below(row.path, root).split("/")
             is_hidden = not shows_hidden(pattern) and shows_hidden(parts)
             if row.kind == FOLDER and not is_hidden:

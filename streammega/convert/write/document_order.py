@@ -19,6 +19,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage import open_store
+from streammega.storage.progress import ProgressObserver
 
 Integers = NDArray[np.int64]
 Portion = tuple[Integers, Integers]
@@ -224,28 +225,39 @@ def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint6
 
 
 def remove_duplicates(
-    job: Job, parts: list[ConvertSegment], memory_bytes: int
+    job: Job, parts: list[ConvertSegment], memory_bytes: int, progress: ProgressObserver
 ) -> tuple[list[ConvertSegment], int]:
     """The parts with a `.keep` file each, and how many documents are not kept: all but the first of
     equal ones. parts: at least one.
 
     Hashes are compared in as many passes as memory asks for. The first of equal ones has the
-    smallest (unit of its part, `number` of its row).
+    smallest (unit of its part, `number` of its row). progress: receives the documents that were
+    compared, and then of those whose part was noted.
     """
     bounds = offsets_of(np.array([part.documents for part in parts], np.int64)).tolist()
     passes = max(1, -(-bounds[-1] * COMPARED_BYTES // memory_bytes))
     is_kept = np.zeros(bounds[-1], np.bool_)
+    progress.begin("looking for duplicates", bounds[-1], " documents")
+    progress.part("hashes read", 0, passes * bounds[-1], unit="")  # in each pass all of them
     for pass_number in range(passes):
-        is_kept[_first_of_equal_ones(job, parts, bounds, pass_number, passes)] = True
+        kept = _first_of_equal_ones(job, parts, bounds, pass_number, passes, progress)
+        is_kept[kept] = True
+    progress.begin("noting duplicates", bounds[-1], " documents")
     parts_with_keep = []
     for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
         job.work_dir.write(part.name + KEEP, np.packbits(is_kept[start:stop]).tobytes())
         parts_with_keep.append(replace(part, has_keep=True))
+        progress.advance(stop - start)
     return parts_with_keep, len(is_kept) - int(np.count_nonzero(is_kept))
 
 
 def _first_of_equal_ones(
-    job: Job, parts: list[ConvertSegment], bounds: list[int], pass_number: int, passes: int
+    job: Job,
+    parts: list[ConvertSegment],
+    bounds: list[int],
+    pass_number: int,
+    passes: int,
+    progress: ProgressObserver,
 ) -> Integers:
     """The documents of one pass that are kept, counted over all parts.
 
@@ -263,6 +275,7 @@ def _first_of_equal_ones(
         columns["high"].append(side["hash_high"][documents])
         columns["low"].append(side["hash_low"][documents])
         columns["document"].append(documents + documents_before)
+        progress.part("hashes read", part.documents)
     del documents
     # The parts of a column are freed before the next one is joined.
     compared = {name: np.concatenate(columns.pop(name)) for name in list(columns)}
@@ -273,5 +286,6 @@ def _first_of_equal_ones(
     for name in ("low", "high"):
         values = compared.pop(name)[order]
         is_first[1:] |= values[1:] != values[:-1]
+    progress.advance(len(order))
     kept: Integers = compared["document"][order[is_first]]
     return kept

@@ -22,6 +22,7 @@ from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, join_url, open_store
 from streammega.storage.atomic_file import final_name
+from streammega.storage.progress import ProgressObserver
 
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
@@ -104,13 +105,17 @@ def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
 
 
 def remove_leftovers(
-    prefix: str, leftovers: list[ObjectInfo], storage: StorageConfig | None = None
+    prefix: str,
+    leftovers: list[ObjectInfo],
+    storage: StorageConfig | None = None,
+    progress: ProgressObserver | None = None,
 ) -> None:
     """Remove what `find_leftovers` found: every `.idx` first.
 
     Raises ConvertError if the dataset has changed meanwhile.
     """
     storage = storage or StorageConfig()
+    progress = progress or ProgressObserver()
     now = {info.key for info in find_leftovers(prefix, storage)}
     if any(info.key not in now for info in leftovers):
         raise ConvertError(
@@ -118,9 +123,11 @@ def remove_leftovers(
         )
     folder, stem = _split(prefix)
     store, _ = open_store(join_url(folder, stem), storage)
+    progress.begin("removing", len(leftovers), " files")
     # Every `.idx` first: tokens without one are no dataset, whatever interrupts this.
     for info in sorted(leftovers, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
+        progress.advance(1)
 
 
 def _split(prefix: str) -> tuple[str, str]:

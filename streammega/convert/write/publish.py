@@ -29,6 +29,7 @@ from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage import open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, link, move_or_copy, sync_names
 from streammega.storage.open import local_path, resolved
+from streammega.storage.progress import ProgressObserver
 from streammega.storage.store import create_object, replace_object
 
 
@@ -144,8 +145,13 @@ class Publisher:
         self._has_tokens = True
         return list(shards) if may_be_others else self._missing_tokens(layout, shards)
 
-    def publish(self, layout: ShardLayout, manifest: Manifest) -> Manifest:
-        """Put everything under its final name. Returns the manifest that is there in the end."""
+    def publish(
+        self, layout: ShardLayout, manifest: Manifest, progress: ProgressObserver
+    ) -> Manifest:
+        """Put everything under its final name. Returns the manifest that is there in the end.
+
+        progress: receives the files that are put.
+        """
         mark = self._record.mark
         names = self._destination.shard_names(layout.names, mark)
         named = zip(manifest.shards, names, strict=True)
@@ -165,18 +171,24 @@ class Publisher:
         self._record = replace(self._record, manifests=digests)
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
         # Tokens without an .idx are no dataset, so each .idx comes last.
+        moved = self._last_endings
         if not self._is_remote:  # else they were written there
-            self._move(layout, names, self._destination.suffix)
+            moved = (self._destination.suffix, *moved)
+        progress.begin("publishing", len(names) * len(moved) + 1, " files")  # and the manifest
         if not self._has_origins:
             self._remove_stale_origins(names)
-        for ending in self._last_endings:
-            self._move(layout, names, ending)
+        for ending in moved:
+            self._move(layout, names, ending, progress)
         self._commit(manifests[0])
+        progress.advance(1)
         endings = (self._destination.suffix, *self._last_endings)
         kept = {self._destination.url(name + ending) for name in names for ending in endings}
-        for url in self._record.replaced:
-            if url not in kept:
-                delete(url, self._storage)
+        replaced = [url for url in self._record.replaced if url not in kept]
+        if replaced:
+            progress.begin("removing what was replaced", len(replaced), " files")
+        for url in replaced:
+            delete(url, self._storage)
+            progress.advance(1)
         if not restores_names or not self._link(names, layout.names):
             return committed
         sync_names(self._destination.manifest_url)
@@ -319,10 +331,13 @@ class Publisher:
         for url in urls.intersection(existing):
             delete(url, self._storage)
 
-    def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
+    def _move(
+        self, layout: ShardLayout, names: Sequence[str], ending: str, progress: ProgressObserver
+    ) -> None:
         for old, new in zip(layout.names, names, strict=True):
             source = self._work_dir.file(f"out/{old}{ending}")
             move_or_copy(source, self._destination.url(new + ending), self._storage)
+            progress.advance(1)
 
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""

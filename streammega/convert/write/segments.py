@@ -55,25 +55,28 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     writer = SegmentWriter(job, number, record)
     stored = stored_bytes(job.units[number])
     bytes_reported = 0
+    bytes_done = 0
+    """Bytes of the batches before this one: what is read of a batch is not done yet."""
 
-    def note(source_bytes: int, tokens: int) -> None:
-        """Count what was made of the unit, and tell how much of it was read, each byte once."""
+    def report(tokens: int) -> None:
+        """Tell how many bytes of the unit are done, each byte once."""
         nonlocal bytes_reported
-        record.source_bytes += source_bytes
-        # Some bytes are read twice, or belong to the next unit.
-        bytes_read = skipped.bytes_read if stored is None else min(stored, skipped.bytes_read)
-        progress(bytes_read - bytes_reported, tokens)
-        bytes_reported = bytes_read
+        progress(bytes_done - bytes_reported, tokens)
+        bytes_reported = bytes_done
 
     for batch in batches_of(job, number, skipped):
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
         writer.add(tokens)
-        note(tokens.source_bytes, len(tokens.tokens))
+        record.source_bytes += tokens.source_bytes
+        report(len(tokens.tokens))
+        # Some bytes are read twice, or belong to the next unit.
+        bytes_done = skipped.bytes_read if stored is None else min(stored, skipped.bytes_read)
     writer.flush()
     if stored is not None:  # columns that are not wanted are not read
         skipped.bytes_read = stored
-    note(0, 0)
     save_record(job, number, record)
+    bytes_done = skipped.bytes_read
+    report(0)
     return record
 
 

@@ -56,7 +56,7 @@ class ShardLayout:
     parts: list[ConvertSegment]
     dtype: str
     tokens: int
-    """Tokens of all parts, with duplicates."""
+    """Tokens of all parts, without duplicates."""
     multimodal: bool
     buckets: int
     bounds: list[Place]
@@ -167,6 +167,10 @@ def plan_shards(
     buckets = 0
     if options.shuffle_seed is not None:
         buckets = max(1, -(-tokens * dtype.itemsize * BUCKETS_IN_MEMORY // memory_bytes))
+    if any(part.has_keep for part in parts):  # duplicates are not written
+        kept = DocumentOrder(job, parts, buckets=0)
+        sizes = [kept.sizes(kept.order(portion)).sum() for portion in range(kept.num_portions)]
+        tokens = int(sum(sizes))
     documents = DocumentOrder(job, parts, buckets)
     bounds = plan_bounds(documents, dtype.itemsize, options.shard_bytes)
     num_shards = len(bounds) - 1
@@ -232,14 +236,17 @@ def write_shard(
     options = job.options
     itemsize = np.dtype(layout.dtype).itemsize
     documents = DocumentOrder(job, layout.parts, layout.buckets)
-    reported = 0
+    reported = copied = 0
 
     def report(done: int) -> None:
-        """Bytes of tokens so far: of those that are written again nothing is said."""
-        nonlocal reported
-        if done > reported:
-            progress(done - reported, (done - reported) // itemsize)
-            reported = done
+        """Tell of the bytes of tokens so far, but for the last piece, which may not be stored yet.
+        Of those that are written again nothing is said.
+        """
+        nonlocal reported, copied
+        if copied > reported:
+            progress(copied - reported, (copied - reported) // itemsize)
+            reported = copied
+        copied = max(copied, done)
 
     store, key = open_store(layout.targets[number] + SUFFIXES[options.format], job.storage)
     writer, packing, stored_order = write_again(
@@ -269,6 +276,7 @@ def write_shard(
         ids=ids,
     )
     job.work_dir.write_record(_record_name(number), asdict(record))
+    report(copied)
     return record
 
 

@@ -13,6 +13,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
 from streammega.storage.answers import shares_answers
 from streammega.storage.fork_lock import process_lock
+from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
 from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
@@ -113,6 +114,7 @@ class RemoteStore(Store):
             if not count & (count - 1):
                 remembered = path
                 times = 1
+            note_part("objects listed", 1, unit="")
             yield entry
 
     def _renewal(self) -> Callable[[], bool] | None:

@@ -49,6 +49,7 @@ from streammega.storage.cache.chunk_file import (
     whole_pages,
 )
 from streammega.storage.fd_limit import TOO_MANY_ERRNOS, fd_limit_message, raise_limit
+from streammega.storage.progress import ProgressObserver
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
@@ -337,8 +338,12 @@ def _entry(folder: Path) -> Entry:
     )
 
 
-def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
-    """Pages whose bytes do not have their checksums: (file of the chunk, page of the chunk)."""
+def damaged_pages(entry: Entry, progress: ProgressObserver | None = None) -> list[tuple[Path, int]]:
+    """Pages whose bytes do not have their checksums: (file of the chunk, page of the chunk).
+
+    progress: receives bytes that were compared.
+    """
+    progress = progress or ProgressObserver()
     damaged = []
     for path, data_bytes, table in _tables(entry.folder, entry.size, entry.chunk_bytes):
         with open(path, "rb") as file:
@@ -348,22 +353,27 @@ def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
                 data = file.read(min(PAGE_BYTES, data_bytes - begin))
                 if checksum(data) != int(table[page]):
                     damaged.append((path, page))
+                progress.advance(len(data))
     return damaged
 
 
-def clear(folder: Path) -> tuple[int, int]:
+def clear(folder: Path, progress: ProgressObserver | None = None) -> tuple[int, int]:
     """Remove all objects that are not in use, of other layouts too.
 
-    Returns (removed, kept). Raises OSError.
+    Returns (removed, kept). progress: receives objects that were removed. Raises OSError.
     """
+    progress = progress or ProgressObserver()
     count = len(object_folders(folder))
     removed = 0
-    for last_used, object_folder in unused_objects(folder):
+    unused = unused_objects(folder)
+    progress.begin("removing", len(unused), " objects")
+    for last_used, object_folder in unused:
         with contextlib.suppress(LockedError), _locked(folder) as lock:
             if last_use(object_folder) == last_used:
                 total, counted_at = _read_total(folder, lock)
                 _write_total(lock, total - _remove_object(object_folder), counted_at)
                 removed += 1
+        progress.advance(1)
     return removed, count - removed
 
 
