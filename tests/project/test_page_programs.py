@@ -36,6 +36,7 @@ BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
 @pytest.fixture
 def _bucket(moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moto.client().create_bucket(Bucket="bucket")
+    moto.objects("bucket").clear()  # of a test before
     for name, value in moto.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
