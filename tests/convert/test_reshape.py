@@ -319,7 +319,7 @@ def kill_again_and_again(
             for member in (*workers_of_it, process.members[0]):
                 member.kill()
             process.close()
-            psutil.wait_procs(workers_of_it, timeout=10)
+            psutil.wait_procs(workers_of_it, timeout=60)
             killed += 1
             names = {path.name for path in broken.glob("web*")} if broken.exists() else set()
             if "web.manifest.json" not in names and names:

@@ -409,7 +409,7 @@ def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path:
     began = context.Event()
     holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
     holder.start()
-    assert began.wait(30)
+    assert began.wait(60)
     timer = threading.Timer(0.2, holder.kill)
     timer.start()
     assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, lambda: 7) == 7
@@ -426,7 +426,7 @@ def test_processes_that_waited_for_one_that_was_killed_open_at_the_same_time(
     all_open = context.Barrier(2)
     holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
     holder.start()
-    assert began.wait(30)
+    assert began.wait(60)
     others = [
         context.Process(target=_open_when_all_do, args=(tmp_path, all_open)) for _ in range(2)
     ]
@@ -449,7 +449,7 @@ def test_processes_with_another_environment_share_no_answers(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.invalid")
     holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
     holder.start()
-    assert began.wait(30)
+    assert began.wait(60)
     timer = threading.Timer(5, holder.kill)
     timer.start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other.invalid")
@@ -477,7 +477,7 @@ def _waits_for_lock(process: Any) -> bool:
 
 
 def _open_when_all_do(folder: Path, all_open: Any) -> None:
-    open_once_per_node(["s3://b/web"], StorageConfig(), folder, lambda: all_open.wait(10))
+    open_once_per_node(["s3://b/web"], StorageConfig(), folder, lambda: all_open.wait(60))
 
 
 def _open_for_ever(folder: Path, began: Any) -> None:

@@ -205,7 +205,7 @@ def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: Da
     }
     number = Numbered(config)
     with http_server(objects) as server:
-        storage = StorageConfig(max_retries=0, request_timeout=5, memory_bytes=1 << 20)
+        storage = StorageConfig(max_retries=0, request_timeout=60, memory_bytes=1 << 20)
         remote = replace(config, blend=[f"{server.url}/p"], storage=storage)
         with StreamLoader(remote, **SIZES) as loader:
             server.status = 403
@@ -643,18 +643,18 @@ def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
 
     def batches() -> Generator[Batch, None, None]:
         entered.set()
-        assert arrived.wait(10)
+        assert arrived.wait(60)
         yield {}
         yield {}
 
     iteration = Iteration(batches())
     waiter = threading.Thread(target=next, args=(iteration,))
     waiter.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     with pytest.raises(StateError, match="another thread waits"):
         iteration.stop("its loader was closed")
     arrived.set()
-    waiter.join(10)
+    waiter.join(60)
     iteration.stop("its loader was closed")
     with pytest.raises(StateError, match="its loader was closed"):
         next(iteration)

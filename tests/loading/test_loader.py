@@ -292,7 +292,7 @@ class WithBfloat16(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.guarantee("batches-forked-workers")
 def test_workers_send_fields_of_every_dtype(config: DataConfig) -> None:
     dataset = WithBfloat16(StreamingDataset(config, micro_batch_size=6, global_batch_size=12))
-    workers = DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
+    workers = DataLoader(dataset, batch_size=None, num_workers=1, timeout=60)
     assert next(iter(workers))["weight"].dtype == torch.bfloat16
 
 
@@ -521,7 +521,7 @@ def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: D
         f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
         for suffix in (".bin", ".idx")
     }
-    storage = StorageConfig(max_retries=0, request_timeout=5)
+    storage = StorageConfig(max_retries=0, request_timeout=60)
     with http_server(dict(objects)) as server:
         remote = replace(
             config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None

@@ -441,7 +441,7 @@ class Slow:
     def _slowly(self) -> Any:
         self.asked += 1
         if self.asked > 1:
-            assert self.let.wait(20), "the second micro-batch is waited for"
+            assert self.let.wait(60), "the second micro-batch is waited for"
         return self.take()
 
 

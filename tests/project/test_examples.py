@@ -89,7 +89,7 @@ sys.exit(demo.main())
     rank = psutil.Process(int((tmp_path / "rank").read_text()))
     family.signal(signal.SIGTERM, 0)
     codes = family.ended(0, within=30)
-    _, alive = psutil.wait_procs([rank], timeout=5)
+    _, alive = psutil.wait_procs([rank], timeout=60)
     for process in alive:
         process.kill()
     assert codes == [128 + signal.SIGTERM], family.log(0)

@@ -316,7 +316,7 @@ def test_a_second_request_does_not_wait_for_the_page_that_the_first_one_fetches(
             fetcher.submit([holding])
             waiter = threading.Thread(target=fetcher.wait, args=([holding],), daemon=True)
             waiter.start()
-            waiter.join(20)
+            waiter.join(60)
             assert not waiter.is_alive(), f"page {page} was waited for"
             assert holding.buffer is not None
             np.testing.assert_array_equal(

@@ -126,7 +126,7 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
     gate = threading.Event()
 
     def wait_for_gate(start: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
 
     store = Recorded(wait_for_gate)
     threading.Timer(0.3, gate.set).start()
@@ -193,7 +193,7 @@ def test_a_wait_after_one_that_was_interrupted_waits_for_its_own_groups() -> Non
     gates = [threading.Event(), threading.Event()]
 
     def wait_for_gate(start: int) -> None:
-        gates[start // SIZE].wait(30)
+        gates[start // SIZE].wait(60)
 
     store: Any = Recorded(wait_for_gate)
     first, second = (one_read(store, f"key {number}", start=number * SIZE) for number in range(2))
@@ -312,7 +312,7 @@ def test_memory_counts_from_admission_and_is_allocated_when_the_answer_arrives()
     gate = threading.Event()
 
     def wait_for_gate(start: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
 
     store: Any = Bodies(wait_for_gate)
     size = 4096
@@ -356,7 +356,7 @@ def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_re
         if start:
             gate = gates[len(asked)]
             asked.append(gate)
-            assert gate.wait(20)
+            assert gate.wait(60)
 
     store: Any = Recorded(act)
     size = SIZE
@@ -368,7 +368,7 @@ def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_re
         waiter.start()
         wait_until(lambda: len(asked) == MAX_COPIES)
         gates[winner].set()
-        waiter.join(20)
+        waiter.join(60)
         assert (made.counters.hedges, made.counters.hedges_won) == (2, winner > 0)
         assert slow.buffer is not None
         assert (slow.buffer[:size] == 1).all()
@@ -392,7 +392,7 @@ def test_a_straggler_is_sent_again_although_nobody_waits_and_few_answers_come() 
     def act(start: int) -> None:
         if start:
             asked.append(start)
-            assert gate.wait(20)
+            assert gate.wait(60)
 
     store: Any = Recorded(act)
     made = fetcher_that_knows_quick_answers(store)
@@ -447,7 +447,7 @@ def test_many_stragglers_are_sent_again_where_later_requests_are_answered() -> N
     def act(start: int) -> None:
         if start and len(asked) < 2 * FEW_LATE:
             asked.append("held")
-            assert gate.wait(20)
+            assert gate.wait(60)
 
     store: Any = Recorded(act)
     made = fetcher_that_knows_quick_answers(store)
@@ -462,7 +462,7 @@ def test_many_stragglers_are_sent_again_where_later_requests_are_answered() -> N
         made.wait(later)
         waiter = threading.Thread(target=made.wait, args=(slow,), daemon=True)
         waiter.start()
-        waiter.join(20)
+        waiter.join(60)
         assert made.counters.hedges_won == 2 * FEW_LATE
     finally:
         gate.set()
@@ -531,5 +531,5 @@ def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may
             made.submit([group])
             waiter = threading.Thread(target=made.wait, args=([group],), daemon=True)
             waiter.start()
-            waiter.join(5)
+            waiter.join(60)
             assert group.ready, f"read {number} was never sent"

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from tests.support.servers import HttpServer
 from tools.bench.object_server import Running, start
 
 OUTAGES = (
@@ -194,8 +195,8 @@ class WriteOutages:
         self._server.shutdown()
         self._server.server_close()
 
-    def _serve(self, port: int) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", port), _proxy_of(self))
+    def _serve(self, port: int) -> HttpServer:
+        server = HttpServer(("127.0.0.1", port), _proxy_of(self))
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return server
 

@@ -210,11 +210,19 @@ class HttpObjects:
         return open_store(url, StorageConfig(**{"storage_options": self.options, **settings}))
 
 
+class HttpServer(ThreadingHTTPServer):
+    """A server whose clients may go in the middle of an answer: that is no error of a test."""
+
+    def handle_error(self, *client: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*client)
+
+
 @contextlib.contextmanager
 def http_server(objects: dict[str, bytes]) -> Iterator[HttpObjects]:
     """Serve `objects` ({"/path": bytes}) in threads of this process."""
     state = HttpObjects(objects)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    server = HttpServer(("127.0.0.1", 0), _handler(state))
     state.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(SHUTDOWN_WITHIN,), daemon=True)
     thread.start()

@@ -921,7 +921,7 @@ def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step
     for message, seconds in apart:
         assert "does not see what rank 0 wrote there" in message
         assert "train.out_dir must be one folder for all ranks" in message
-        assert seconds < 15
+        assert seconds < 60
     assert not (Path(run_file).parent / "node-0" / "metrics.jsonl").exists()
 
 
