@@ -131,7 +131,7 @@ def _run_in_processes(
     while remaining:
         pool = ProcessPoolExecutor(workers, context, _start_process, (work, has_started))
         try:
-            running = {pool.submit(_run_here, number): number for number in remaining}
+            running = _submit(pool, remaining)
             for future in as_completed(running):
                 result, size, tokens = future.result()
                 progress(size, tokens)
@@ -160,6 +160,17 @@ def _run_in_processes(
             for process in _processes(pool):
                 process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> dict[Future[Any], int]:
+    """Futures of the numbers. Raises BrokenExecutor where a worker died while others were started."""
+    try:
+        return {pool.submit(_run_here, number): number for number in numbers}
+    except OSError:
+        # A pool that breaks closes the pipe that the next worker would get. Only then does it take
+        # no more work.
+        pool.submit(_run_here, numbers[0])
+        raise
 
 
 def _processes(pool: ProcessPoolExecutor) -> list[Any]:

@@ -227,11 +227,11 @@ class StrictHeader(tarfile.TarInfo):
     """
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> StrictHeader:
-        """Raises ReadError for what is neither a header nor zeros."""
+    def fromtarfile(cls, tar: tarfile.TarFile) -> StrictHeader:
+        """Raises ReadError for what is neither a header, with what belongs to it, nor zeros."""
         try:
-            return super().frombuf(buf, encoding, errors)
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # zeros
+            raise
         except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
-                raise
             raise tarfile.ReadError(f"it was cut or is damaged: {error}") from None

@@ -5,6 +5,8 @@ and memory change nothing.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing.spawn
+import operator
 import os
 import random
 import shutil
@@ -574,6 +576,30 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
     results = dict(run_parallel(library_threads, range(6), execution, ignore, max_threads=threads))
     assert results == dict.fromkeys(range(6), told)
     assert "RAYON_NUM_THREADS" not in os.environ
+
+
+def test_a_worker_that_dies_while_others_start_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool has closed by then what the next worker would get: `handle is closed`."""
+    prepare = multiprocessing.spawn.get_preparation_data
+    starts = 0
+
+    def prepare_late(name: str) -> dict[str, Any]:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            (first,) = multiprocessing.active_children()
+            first.kill()
+            first.join()
+            if sys.version_info < (3, 12):  # later ones wait for the start that is under way
+                time.sleep(1.0)  # until the pool knows it; where that is late, nothing is tried
+        return prepare(name)
+
+    monkeypatch.setattr(multiprocessing.spawn, "get_preparation_data", prepare_late)
+    results = dict(run_parallel(operator.is_, range(5), ExecutionConfig(workers=3), ignore))
+    assert results == dict.fromkeys(range(5), False)
+    assert "a worker was killed" in caplog.text
 
 
 def test_threads_end_if_tasks_are_interrupted_while_they_are_handed_out(

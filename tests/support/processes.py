@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,19 @@ def fork_the_server() -> None:
     if sys.version_info < (3, 14):
         resource_tracker.ensure_running()  # an interpreter of its own, as ever
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multiprocessing.util, "spawnv_passfds", _fork_server)
+            patch.setattr(multiprocessing.util, "spawnv_passfds", partial(_fork_server, patch))
             forkserver.ensure_running()
 
 
-def _fork_server(_path: object, _arguments: object, descriptors: list[int]) -> int:
+def _fork_server(
+    patch: pytest.MonkeyPatch, _path: object, _arguments: object, descriptors: list[int]
+) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads, such as that of pytest-xdist
         pid = os.fork()
     if pid:
         return pid
+    patch.undo()  # or what the forks spawn would be servers too
     try:
         _serve_forks(*descriptors)
     finally:
@@ -164,6 +168,7 @@ def _run_program(
         )
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
+    multiprocessing.current_process().daemon = False  # it may have children, as a program has
     torch.set_num_threads(1)
     if command[0] == "-c":
         sys.argv = ["-c", *command[2:]]
