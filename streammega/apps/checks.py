@@ -311,7 +311,7 @@ class Examination:
             name = "access" if isinstance(refused, AccessDeniedError) else "data"
             yield fault(name, str(refused))
         elif not readable:
-            remedy = "name a dataset, or an object of some MiB"
+            remedy = "name a dataset, or an object of some MiB; 'streammega convert' makes some"
             yield fault("data", f"{self.shown_url}: no object to read", remedy)
         if not readable:
             raise Blocked
