@@ -7,7 +7,7 @@ credentials. One thread, one process: an epoll loop that sends files by sendfile
 loopback it costs the machine little more than nginx does.
 
 `POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` returns counts
-of what was served; `GET /-/credentials` answers as the credentials service of a container.
+of what was served, and `GET /-/clients` requests by address; `GET /-/credentials` answers as the credentials service of a container.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,9 @@ class Faults:
 class Connection:
     """One client: bytes received, and the answer on its way."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
+        self.address = address
         self.received = b""
         self.head = b""
         self.file = -1
@@ -193,14 +194,16 @@ class Tree:
 class Server:
     """Accepts, parses, answers; timers hold back what is shaped."""
 
-    def __init__(self, root: Path, port: int) -> None:
+    def __init__(self, root: Path, port: int, host: str) -> None:
         self.root, self.behaviour = root, Behaviour()
         self.faults = Faults(self.behaviour)
         self.counts = {"requests": 0, "bytes": 0, "faults": 0, "lists": 0, "listed": 0}
+        self.clients: Counter[str] = Counter()
+        """Requests and listings by the address that sent them."""
         self.files: dict[str, tuple[int, os.stat_result]] = {}
         self.trees: dict[str, Tree] = {}
         """The trees of folders that were listed."""
-        self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        self.listener = socket.create_server((host, port), backlog=1024)
         self.listener.setblocking(False)
         self.port = self.listener.getsockname()[1]
         self.poll = select.epoll()
@@ -233,12 +236,12 @@ class Server:
     def accept(self) -> None:
         while True:
             try:
-                sock, _ = self.listener.accept()
+                sock, (address, _) = self.listener.accept()
             except BlockingIOError:
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.connections[sock.fileno()] = Connection(sock)
+            self.connections[sock.fileno()] = Connection(sock, address)
             self.poll.register(sock.fileno(), select.EPOLLIN)
 
     def close(self, connection: Connection, *, reset: bool = False) -> None:
@@ -291,6 +294,8 @@ class Server:
             return self.answer(connection, 200, b"{}", method)
         if path == "/-/counts":
             return self.answer(connection, 200, json.dumps(self.counts).encode(), method)
+        if path == "/-/clients":
+            return self.answer(connection, 200, json.dumps(self.clients).encode(), method)
         if path == "/-/credentials":
             fields = {
                 "AccessKeyId": "AKIAEXAMPLE",
@@ -303,6 +308,7 @@ class Server:
             return self.answer(connection, 200, json.dumps(fields).encode(), method)
         if method not in ("GET", "HEAD"):
             return self.answer(connection, 405, b"", method)
+        self.clients[connection.address] += 1
         bucket, _, key = path[1:].partition("/")
         if not key and "list-type=2" in query:
             return self.list(connection, bucket, urllib.parse.parse_qs(query), method)
@@ -566,10 +572,11 @@ class Running:
     process: subprocess.Popen[str]
     port: int
     root: Path
+    host: str = "127.0.0.1"
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -587,15 +594,23 @@ class Running:
         """Requests and bytes of objects served so far, faults made, listings answered and what they
         listed.
         """
-        with urllib.request.urlopen(f"{self.endpoint}/-/counts", timeout=10) as answer:
+        return self._get("counts")
+
+    def clients(self) -> dict[str, int]:
+        """Requests and listings answered so far, by the address of the client."""
+        return self._get("clients")
+
+    def _get(self, name: str) -> dict[str, int]:
+        with urllib.request.urlopen(f"{self.endpoint}/-/{name}", timeout=10) as answer:
             counts: dict[str, int] = json.load(answer)
             return counts
 
 
-def start(root: Path, port: int = 0) -> Running:
+def start(root: Path, port: int = 0, host: str = "127.0.0.1") -> Running:
     """Start a server of a folder in another process; `process.kill()` ends it."""
+    program = str(Path(__file__).resolve())
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), str(root), "--port", str(port)],
+        [sys.executable, program, str(root), "--port", str(port), "--host", host],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -603,13 +618,13 @@ def start(root: Path, port: int = 0) -> Running:
     line = process.stdout.readline()
     if not line:
         raise RuntimeError("the object server ended at its start")
-    return Running(process, int(line), root)
+    return Running(process, int(line), root, host)
 
 
 @contextlib.contextmanager
-def running(root: Path, **behaviour: Any) -> Iterator[Running]:
+def running(root: Path, host: str = "127.0.0.1", **behaviour: Any) -> Iterator[Running]:
     """A server of a folder, for the time of a `with` block."""
-    server = start(root)
+    server = start(root, host=host)
     try:
         if behaviour:
             server.behave(**behaviour)
@@ -625,9 +640,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
-    server = Server(arguments.root.resolve(), arguments.port)
+    server = Server(arguments.root.resolve(), arguments.port, arguments.host)
     print(server.port, flush=True)
     server.serve()
     return 0

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ CASES = (
 )
 
 
-def write_data(root: Path) -> None:
+def write_data(root: Path, shard_tokens: Mapping[str, int], shards: int) -> None:
     """Datasets of zeros as sparse files, with manifests: only sizes matter."""
     from streammega import StorageConfig
     from streammega.dataset.manifest import read_manifest
@@ -79,9 +80,9 @@ def write_data(root: Path) -> None:
     from streammega.loading.simulate import make_manifest
 
     root.mkdir(parents=True)
-    for name, tokens in SHARD_TOKENS.items():
+    for name, tokens in shard_tokens.items():
         manifest = root / f"{name}{MANIFEST}"
-        manifest.write_bytes(make_manifest(name, [tokens] * SHARDS, "uint16"))
+        manifest.write_bytes(make_manifest(name, [tokens] * shards, "uint16"))
         for shard in read_manifest(str(manifest), StorageConfig()).shards:
             for suffix, size in ((".bin", shard.bytes), (".idx", shard.index_bytes)):
                 with open(root / f"{shard.name}{suffix}", "wb") as file:
@@ -283,7 +284,7 @@ def main() -> int:
     chosen = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="streammega-simulate-"))
     try:
-        write_data(folder / "objects" / "data")
+        write_data(folder / "objects" / "data", SHARD_TOKENS, SHARDS)
         print(f"{harness.machine()}; each cell: measured, simulated, their ratio\n")
         cases = [CASES[number] for number in chosen.cases or range(len(CASES))]
         with running(folder / "objects") as server:
