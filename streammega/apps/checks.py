@@ -136,6 +136,8 @@ class Examination:
         self.may_write = may_write
         self.connect_seconds: float | None = None
         self.object: ObjectInfo | None = None
+        self.is_empty = False
+        """Whether the URL names a whole bucket without objects."""
         self.rates: list[Rate] = []
         self.findings: list[Finding] = []
         self.not_checked: list[str] = []
@@ -158,6 +160,8 @@ class Examination:
             reason = blocked if name != "endpoint" else ""  # which needs no credentials
             if name == "conditional writes" and not self.may_write:
                 reason = "give --write, which creates and deletes one small object"
+            elif self.is_empty and name in ("reading", "bandwidth"):
+                reason = "there is no object to read"
             elif remaining <= 0:
                 reason = "no time was left; give more --seconds"
             if reason:
@@ -310,6 +314,10 @@ class Examination:
         elif refused:
             name = "access" if isinstance(refused, AccessDeniedError) else "data"
             yield fault(name, str(refused))
+        elif not infos and not prefix:
+            self.is_empty = True
+            yield ok("data", "the bucket is empty")
+            return
         elif not readable:
             remedy = "name a dataset, or an object of some MiB; 'streammega convert' makes some"
             yield fault("data", f"{self.shown_url}: no object to read", remedy)

@@ -24,6 +24,8 @@ TIMEOUT = 2.0
 """Seconds for one answer."""
 WINDOW = 60.0
 """Seconds over which ranks are compared."""
+LATE_SECONDS = 2 * TIMEOUT + 1.0
+"""Seconds by which an answer may come later than it was made, and the one before it sooner."""
 MAX_ANSWER_BYTES = 16 << 20
 MAX_ADDRESSES = 10_000
 LONGEST_NAME = 80
@@ -94,7 +96,7 @@ def parse_addresses(text: str) -> list[str]:
 def parse_answer(text: str) -> dict[int, Look]:
     """The loaders of an answer, by their data-parallel ranks. Lines of other metrics are skipped."""
     looks: dict[int, Look] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # names may have other characters that end lines, such as U+2028
         parsed = LINE.fullmatch(line.strip())
         if parsed is None:
             continue
@@ -108,16 +110,19 @@ def parse_answer(text: str) -> dict[int, Look]:
             continue
         look = looks.setdefault(rank, Look({}, {}))
         if parsed["name"] == SOURCE_TOKENS:
-            look.sources[_shown(labels.get("source", ""))] = value
+            look.sources[labels.get("source", "")] = value
         else:
             look.figures[parsed["name"]] = value
     return {rank: look for rank, look in looks.items() if BATCHES in look.figures}
 
 
 def _shown(value: str) -> str:
-    """The value of a label as text for a terminal."""
+    """The value of a label as text for a terminal, without its middle where it is long."""
     text = re.sub(r"\\.", lambda match: ESCAPED.get(match[0], match[0]), value)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_NAME]
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    if len(text) > LONGEST_NAME:
+        text = f"{text[: LONGEST_NAME // 2 - 1]}…{text[-LONGEST_NAME // 2 :]}"
+    return text
 
 
 class Endpoint:
@@ -154,10 +159,14 @@ class Endpoint:
             self.problem = answer
             return
         self.problem = ""
-        self.answered_at = time.monotonic()
+        now = time.monotonic()
+        passed = 0.0 if self.answered_at is None else now - self.answered_at
+        self.answered_at = now
+        for rank in self.looks.keys() - answer.keys():  # another loader has its port now
+            del self.looks[rank]
         for rank, look in answer.items():
             looks = self.looks.setdefault(rank, deque())
-            if looks and _has_restarted(looks[-1], look):
+            if looks and _has_restarted(looks[-1], look, passed):
                 looks.clear()
             looks.append(look)
             while len(looks) > 2 and look.seconds - looks[1].seconds >= WINDOW:
@@ -175,8 +184,11 @@ class Endpoint:
         self._answer = parse_answer(text) or "what answers there is no loader of streammega"
 
 
-def _has_restarted(before: Look, now: Look) -> bool:
-    return now.seconds < before.seconds or now.figures[BATCHES] < before.figures[BATCHES]
+def _has_restarted(before: Look, now: Look, passed: float) -> bool:
+    """Whether two looks are of different loaders. passed: seconds between them, by this clock."""
+    is_less = now.seconds < before.seconds or now.figures[BATCHES] < before.figures[BATCHES]
+    # one that was made while nothing answered may have run longer than the one before it
+    return is_less or passed - (now.seconds - before.seconds) > LATE_SECONDS
 
 
 def _reason_of(error: Exception) -> str:
@@ -238,7 +250,7 @@ class Watch:
         }
 
     def _sources(self) -> list[Report]:
-        """Tokens of all ranks by dataset, the largest first."""
+        """Tokens of all ranks by dataset, the largest first. Ranks that are gone have no rate."""
         totals: dict[str, float] = {}
         rates: dict[str, float] = {}
         for endpoint in self.endpoints:
@@ -246,12 +258,12 @@ class Watch:
                 first, last = looks[0], looks[-1]
                 for name, tokens in last.sources.items():
                     totals[name] = totals.get(name, 0.0) + tokens
-                    rate = tokens - first.sources.get(name, 0.0)
-                    rates[name] = rates.get(name, 0.0) + _per_second(rate, first, last)
+                    grown = 0.0 if endpoint.problem else tokens - first.sources.get(name, 0.0)
+                    rates[name] = rates.get(name, 0.0) + _per_second(grown, first, last)
         all_tokens = sum(totals.values())
         return [
             {
-                "source": name,
+                "source": _shown(name),
                 "tokens": int(totals[name]),
                 "share": totals[name] / all_tokens if all_tokens else 0.0,
                 "tokens_per_second": rates[name],

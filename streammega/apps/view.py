@@ -135,7 +135,7 @@ def _opened(address: str) -> Iterator[None]:
 
 def make_app(pages: Pages, token: str) -> Flask:
     """The site. Only a browser that has the token sees its pages."""
-    from flask import Flask, abort, redirect, render_template, request
+    from flask import Flask, abort, g, redirect, render_template, request
     from werkzeug.exceptions import HTTPException
 
     app = Flask(__name__, static_folder=None, template_folder="view_templates")
@@ -161,6 +161,7 @@ def make_app(pages: Pages, token: str) -> Flask:
             return answer
         if not is_token(request.cookies.get(cookie, "")):
             abort(403, "Open the address that streammega view printed, with its token.")
+        g.has_token = True
         return None
 
     @app.after_request
@@ -172,10 +173,11 @@ def make_app(pages: Pages, token: str) -> Flask:
         return answer
 
     def show(template: str, values: dict[str, Any]) -> str:
-        has_steps = pages.run is not None
-        return render_template(
-            template, style=style, site=pages.title, has_steps=has_steps, **values
-        )
+        # who has no token learns no name of data
+        has_token = "has_token" in g
+        site = pages.title if has_token else "streammega view"
+        has_steps = has_token and pages.run is not None
+        return render_template(template, style=style, site=site, has_steps=has_steps, **values)
 
     def add(path: str, template: str, page: Any) -> None:
         def answer(**numbers: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -310,6 +311,17 @@ class Run:
         self.decoder = lru_cache(None)(self._decoder)
         self.first_documents = lru_cache(None)(self._first_documents)
         self.reader = lru_cache(MAX_OPEN)(self._reader)
+
+    def short_name(self, dataset: str) -> str:
+        """The last part of a dataset's name; all of it where several datasets end alike."""
+        return self._short_names.get(dataset, dataset)
+
+    @cached_property
+    def _short_names(self) -> dict[str, str]:
+        names = dict.fromkeys(self.provenance.dataset_names)
+        ends = {name: name.rstrip("/").rpartition("/")[2] or name for name in names}
+        times = Counter(ends.values())
+        return {name: end if times[end] == 1 else name for name, end in ends.items()}
 
     def _open(self, number: int) -> Dataset:
         """One of its datasets."""

@@ -134,7 +134,7 @@ class Pages:
             page = part.start - part.start % WINDOW
             documents.append(
                 {
-                    "name": f"{_short(part.dataset)}#{number}",
+                    "name": f"{run.short_name(part.dataset)}#{number}",
                     "url": f"/dataset/{part.name.dataset}/document/{number}?token={page}",
                     "part": part,
                     "ends": part.stop == part.document_tokens,
@@ -232,11 +232,6 @@ def _pages(first: int, size: int, total: int) -> dict[str, Any]:
     }
 
 
-def _short(name: str) -> str:
-    """The last part of a dataset's name."""
-    return name.rstrip("/").rpartition("/")[2] or name
-
-
 def _uses(run: Run, dataset: int, document: int) -> dict[str, Any]:
     """The steps of a run that read a document."""
     end = run.schedule.samples_of_step(run.last_step).stop
@@ -326,15 +321,17 @@ def _changes(run: Run, number: int) -> list[str]:
     for name in changed[:MAX_CHANGES]:
         old, new = (f"{100 * share.get(name, 0.0):.4g} %" for share in shares)
         if name not in shares[0]:
-            changes.append(f"{_short(name)} comes in: {new}")
+            changes.append(f"{run.short_name(name)} comes in: {new}")
         elif name not in shares[1]:
-            changes.append(f"{_short(name)} ends: {old} → 0 %")
+            changes.append(f"{run.short_name(name)} ends: {old} → 0 %")
         else:
-            changes.append(f"{_short(name)}: {old} → {new}")
+            changes.append(f"{run.short_name(name)}: {old} → {new}")
     if len(changed) > MAX_CHANGES:
         changes.append(f"and {len(changed) - MAX_CHANGES:,} more datasets")
     segment = run.config.data.segments("train")[phase.phase]
-    changes += [f"{_short(redact_urls(name))} begins a new epoch" for name in segment.restart]
+    changes += [
+        f"{run.short_name(redact_urls(name))} begins a new epoch" for name in segment.restart
+    ]
     if phase.first_sample in run.provenance.excluded_documents().values():
         changes.append("more documents are excluded")
     return changes or ["nothing that is taken changes"]
@@ -353,7 +350,7 @@ def _figure(run: Run) -> dict[str, Any]:
     by_size = sorted(totals, key=lambda name: -totals[name])
     named = by_size if len(by_size) <= MAX_BANDS else by_size[: MAX_BANDS - 1]
     others = by_size[len(named) :]
-    labels = [*map(_short, named), *([f"{len(others):,} others"] if others else [])]
+    labels = [*map(run.short_name, named), *([f"{len(others):,} others"] if others else [])]
     inner_width = FIGURE_WIDTH - LEFT - RIGHT
     inner_height = FIGURE_HEIGHT - TOP - BOTTOM
     bands = []

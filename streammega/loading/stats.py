@@ -332,5 +332,7 @@ class _Collector:
             labels = ["dp_rank", "source"] if by_source else ["dp_rank"]
             metric = family(f"streammega_{name}", description, labels=labels)
             for source, number in (value if by_source else {"": value}).items():
-                metric.add_metric([self._rank, source][: len(labels)], float(number))
+                # a name of a file may hold bytes that are no text
+                label = source.encode("utf-8", "backslashreplace").decode()
+                metric.add_metric([self._rank, label][: len(labels)], float(number))
             yield metric

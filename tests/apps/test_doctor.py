@@ -451,6 +451,17 @@ def test_a_folder_without_data_is_a_fault(tmp_path: Path, examine: Any) -> None:
     assert "no object to read" in findings["data"]["result"]
 
 
+def test_an_empty_bucket_is_no_fault_and_may_be_written(moto: S3, examine: Any) -> None:
+    code, findings, report = examine(f"s3://{moto.new_bucket()}", "--write", **moto.options)
+    assert (code, report["faults"]) == (0, 0)
+    assert findings["data"]["result"] == "the bucket is empty"
+    assert findings["conditional writes"]["status"] == "ok"
+    assert report["not_checked"] == [
+        "reading: there is no object to read",
+        "bandwidth: there is no object to read",
+    ]
+
+
 @pytest.mark.guarantee("doctor-orders-findings")
 def test_worst_first_and_measured_gains_before_others(tmp_path: Path, examine: Any) -> None:
     with http_server({"/web.bin": bytes(10_000)}) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from streammega.cli.main import main
+from streammega.cli.render import show_report
 from tests.support.builders import write_dataset, write_manifest
 
 SMALL = ["--sequence-length", "64", "--lanes", "64", "--block-bytes", "4K", "--shard-tokens", "50k"]
@@ -167,3 +169,12 @@ def test_a_file_with_unknown_or_wrong_settings_is_refused(
         path.write_text(text)
         assert main(["simulate", str(path)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_figure_that_there_is_not_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    """A single micro-batch has no second half."""
+    words = ["web=2m", "--ranks-per-node", "2", "--sequence-length", "64", "--train-tokens", "1k"]
+    report = forecast(capsys, *words)
+    assert report["reading"]["answers_may_be_late_by"]["value"] is None
+    show_report({"runs": [{"figures": (1.5, math.inf, math.nan)}]}, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"runs": [{"figures": [1.5, None, None]}]}

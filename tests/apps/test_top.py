@@ -466,6 +466,67 @@ def test_names_of_datasets_are_text_alone() -> None:
     assert len(source["source"]) == metrics.LONGEST_NAME
 
 
+@pytest.mark.guarantee("top-shows-rates")
+def test_names_that_differ_late_or_cannot_be_printed_stay_apart() -> None:
+    rank = Rank()
+    long = "x" * 200
+    rank.sources = {
+        f"{long}-0": 5,
+        f"{long}-1": 4,
+        "a\u2028b": 3,
+        "a\x85b": 2,
+        "a\rb": 1,
+        "c\udcff": 6,
+    }
+    sources = report_of(rank)["sources"]
+    assert [row["tokens"] // 3 for row in sources] == [6, 5, 4, 3, 2, 1]
+    shown = [row["source"] for row in sources]
+    assert shown[0] == "c\\udcff"
+    assert [name[-3:] for name in shown[1:3]] == ["x-0", "x-1"]
+    assert shown[3:] == ["a?b"] * 3
+
+
+@pytest.mark.guarantee("top-shows-gone-ranks")
+def test_ranks_that_are_gone_have_no_rate_of_tokens() -> None:
+    stays, goes = Rank(0), Rank(1)
+    watch = Watch([stays.address, goes.address])
+    watch.look()
+    watch.look()
+    goes.end()
+    watch.look()
+    rates = {row["source"]: row["tokens_per_second"] for row in watch.report()["sources"]}
+    assert rates == {"web": 750, "code": 250}
+
+
+@pytest.mark.guarantee("top-shows-gone-ranks")
+def test_a_port_with_another_rank_shows_that_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Rank(0), Rank(5)
+    watch = Watch([before.address])
+    watch.look()
+    watch.look()
+    watch.endpoints[0].url = f"http://{after.address}/metrics"
+    watch.look()
+    assert [row["dp_rank"] for row in watch.report()["ranks"]] == [5]
+
+
+@pytest.mark.guarantee("top-shows-gone-ranks")
+def test_a_rank_that_was_restarted_while_nothing_answered_counts_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank()
+    watch = Watch([rank.address])
+    for _ in range(3):
+        watch.look()
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 600)
+    rank.reads = (
+        500  # it has run for longer than the one before it, and not for as long as it was gone
+    )
+    watch.look()
+    (row,) = watch.report()["ranks"]
+    assert row["window"] is None
+
+
 def test_the_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)

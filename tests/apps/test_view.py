@@ -7,6 +7,7 @@ import html
 import http.client
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ from tests.support.builders import (
     write_manifest,
     write_run_file,
 )
-from tests.support.servers import KEY, S3, SECRET
+from tests.support.servers import KEY, S3, SECRET, rclone_server
 from tools.bench.object_server import running
 
 TOKEN = "the-token"
@@ -338,7 +339,8 @@ def test_only_a_browser_with_the_token_sees_pages(run: Run) -> None:
     for path in ("/", "/?token=", "/?token=other", "/?token=%C3%A9", "/dataset/0", "/no-such-page"):
         answer = client.get(path)
         assert answer.status_code == 403
-        assert "web" not in text_of(answer.text).replace("view", "")
+        assert "run.toml" not in answer.text
+        assert "/step" not in answer.text
     answer = client.get(f"/dataset/0?token={TOKEN}")
     assert answer.status_code == 302
     assert TOKEN not in answer.headers["Location"]
@@ -356,7 +358,9 @@ def test_only_a_browser_with_the_token_sees_pages(run: Run) -> None:
 @pytest.mark.guarantee("view-needs-token")
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
 def test_another_host_is_refused_even_with_the_token(host: str, site: FlaskClient) -> None:
-    assert site.get("/", headers={"Host": host}).status_code == 400
+    answer = site.get("/", headers={"Host": host})
+    assert answer.status_code == 400
+    assert "run.toml" not in answer.text
     assert site.get(f"/?token={TOKEN}", headers={"Host": host}).status_code == 400
 
 
@@ -468,8 +472,6 @@ def test_what_cannot_be_opened_is_one_error(
 
 
 def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["view", f"{folder}/web", "--port", str(port)]) == 1
@@ -531,6 +533,69 @@ def test_ctrl_c_ends_it_while_a_page_waits_for_storage(tmp_path: Path) -> None:
 def _open_quietly(opener: urllib.request.OpenerDirector, address: str) -> None:
     with contextlib.suppress(OSError, http.client.HTTPException):
         opener.open(address, timeout=60)
+
+
+def test_datasets_whose_names_end_alike_are_shown_by_their_whole_names(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        convert_bytes(tmp_path / name / "web", f"{folder}/web.jsonl")
+    blend = f"data.blend={tmp_path}/a/web {tmp_path}/b/web {folder}/code"
+    path = write_run_file(
+        tmp_path,
+        data={"blend": ["x"], "order": "stream", "split": "1,0,0"},
+        train={"train_iters": 4},
+    )
+    site = client_of(Run(path, [blend], None))
+    pages = text_of(site.get("/").text + site.get("/step").text)
+    for name in ("a", "b"):
+        assert f"{tmp_path}/{name}/web#" in pages
+    assert " web#0" not in pages
+
+
+@pytest.mark.guarantee("view-errors")
+@pytest.mark.parametrize("kind", ["PREFIX", "RUN"])
+@pytest.mark.parametrize("server", ["wrong credentials", "no server"])
+def test_storage_that_refuses_or_is_not_there_is_one_line_without_secrets(
+    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root" / "data").mkdir(parents=True)
+    write_dataset(tmp_path / "root" / "data" / "web", [np.arange(100)] * 4)
+    with contextlib.ExitStack() as stack:
+        if server == "no server":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+        else:
+            endpoint = stack.enter_context(rclone_server(tmp_path / "root")).endpoint
+        options = {"endpoint_url": endpoint, "key": KEY, "secret": "not-the-secret-Xq7"}
+        settings = "".join(f'{name} = "{value}"\n' for name, value in options.items())
+        if kind == "PREFIX":
+            (tmp_path / "storage.toml").write_text(f"[storage_options]\n{settings}")
+            words = ["s3://data/web", "--storage-file", str(tmp_path / "storage.toml")]
+        else:
+            words = [write_run_file(
+                tmp_path,
+                data={"blend": ["s3://data/web"], "order": "stream", "split": "1,0,0"},
+                train={"train_iters": 4},
+                **{"data.storage.storage_options": options},
+            )]  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "streammega", "view", *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "s3://data/web" in line
+    assert ("InvalidAccessKeyId" in line or "SignatureDoesNotMatch" in line or "denied" in line
+            or "refused" in line)  # fmt: skip
+    for secret in (KEY, "not-the-secret-Xq7", SECRET):
+        assert secret not in done.stderr
 
 
 @pytest.mark.guarantee("view-shows-run")

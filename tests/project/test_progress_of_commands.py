@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,21 @@ def test_work_counts_when_it_is_done_and_not_before(
     for name, done, total in looks:
         assert total is None or done < total, name
     assert [done for name, done, _ in looks if name == "removing"] == [0, 1, 2]
+
+
+def test_warnings_of_all_commands_begin_alike(tmp_path: Path) -> None:
+    convert_bytes(
+        tmp_path / "web", write_jsonl(tmp_path / "a.jsonl", ["a text"] * 9), provenance=True
+    )
+    command = [sys.executable, "-m", "streammega", "convert", f"{tmp_path}/web", f"{tmp_path}/out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"WARNING: \S+/web: tells where .*\n", done.stderr)
+    program = (
+        "import logging; from streammega.errors.process import log_to_stderr; log_to_stderr('[3] ');"
+        "log = logging.getLogger('streammega'); log.setLevel('INFO');"
+        "log.info('step 1'); log.warning('slow')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "[3] step 1\nWARNING: [3] slow\n"
