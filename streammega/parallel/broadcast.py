@@ -121,6 +121,8 @@ class PendingBatch:
     message: Tensor | None = None
     work: dist.Work | None = None
     """The broadcast of the message; None: the group has no other rank."""
+    may_pad: bool = True
+    """False on the rank that has read the ids and found no padding."""
     batch: RankBatch | None = None
     event: Any = None
     error: StreammegaError | None = None
@@ -289,6 +291,12 @@ class BatchBroadcast:
         The message is allocated on this stream too. Memory that host code has freed on the computing
         stream may still be read by work that is queued there.
         """
+        if raw is not None:
+            # checked here, because the host would have to wait for a check on the device
+            pending.may_pad = check_ids(raw["ids"].numpy(), pending.spec.config, self._fields)
+            if (raw["valid"].numpy() < raw["ids"].shape[1]).any():
+                check_mask_is_there(self._fields)
+                pending.may_pad = True
         with torch.cuda.stream(self._stream):
             message = self._make_message(pending.spec, raw).to(self._device, non_blocking=True)
             work = self._broadcast(message)
@@ -308,11 +316,6 @@ class BatchBroadcast:
         # the copy to the device is asynchronous only from pinned memory
         message = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
         if raw is not None:
-            if on_device:
-                # checked here, because the host would have to wait for a check on the device
-                check_ids(raw["ids"].numpy(), spec.config, self._fields)
-                if bool((raw["valid"] < raw["ids"].shape[1]).any()):
-                    check_mask_is_there(self._fields)
             spec.pack(raw, message)
         return message
 
@@ -327,7 +330,7 @@ class BatchBroadcast:
         self, pending: PendingBatch, message: Tensor, counts: DocumentCounts | None = None
     ) -> RankBatch:
         ids, valid, learned = pending.spec.unpack(message)
-        return self._derive(pending, ids, valid.to(torch.int64), learned, counts)
+        return self._derive(pending, ids, valid, learned, counts)
 
     def _derive(
         self,
@@ -346,6 +349,7 @@ class BatchBroadcast:
             parts=self._reads_parts,
             names=self._fields,
             documents=counts,
+            may_pad=pending.may_pad,
             learned=learned,
             joins=pending.joins,
         )

@@ -68,6 +68,7 @@ def rank_fields(
     parts: bool,
     names: Sequence[str] | None = None,
     documents: DocumentCounts | None = None,
+    may_pad: bool = True,
     learned: Tensor | None = None,
     joins: SampleJoins | None = None,
 ) -> Batch:
@@ -77,19 +78,20 @@ def rank_fields(
     Args:
         ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P + 1],
             the rows of a sample in order.
-        valid: int64 [rows of ids], how many ids of a row are not padding.
+        valid: integers [rows of ids], how many ids of a row are not padding.
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
         parts: the rows are the parts, already.
         names: of the fields; None: those of the config.
         documents: the counts of these ids; None: if they are needed, the host waits for the device
             to count documents.
+        may_pad: as in device_fields.
         learned: bool for each of `ids`; a label that is not learned has no loss. None: all have.
         joins: joins of the whole samples; the label over a join has no loss.
     """
     names = config.field_names if names is None else names
     if parts:
-        return _fields_of_parts(ids, valid, config, bounds, names, learned, joins)
-    batch = _fields(ids, valid, config, names, documents, learned, joins)
+        return _fields_of_parts(ids, valid, config, bounds, names, may_pad, learned, joins)
+    batch = _fields(ids, valid, config, names, documents, may_pad, learned, joins)
     if len(bounds) == 1:
         return batch
     return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
@@ -119,6 +121,7 @@ def _fields_of_parts(
     config: DataConfig,
     bounds: Bounds,
     names: Sequence[str],
+    may_pad: bool,
     learned: Tensor | None,
     joins: SampleJoins | None,
 ) -> Batch:
@@ -135,7 +138,7 @@ def _fields_of_parts(
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
     of_parts = None if joins is None else _joins_of_parts(joins, bounds)
-    batch = _fields(ids, valid, part_config, names, None, learned, of_parts)
+    batch = _fields(ids, valid, part_config, names, None, may_pad, learned, of_parts)
     kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
     if "position_ids" in names:
         # they count from the start of the sample and not of the part
@@ -150,6 +153,7 @@ def _fields(
     config: DataConfig,
     names: Sequence[str],
     documents: DocumentCounts | None,
+    may_pad: bool,
     learned: Tensor | None,
     joins: SampleJoins | None,
 ) -> Batch:
@@ -158,7 +162,9 @@ def _fields(
         batch = fields_of_ids(ids, valid, config, names=names, joins=joins)
     else:
         max_documents = documents.max_documents if documents else None
-        batch = device_fields(ids, valid, config, names, max_documents=max_documents, joins=joins)
+        batch = device_fields(
+            ids, valid, config, names, may_pad=may_pad, max_documents=max_documents, joins=joins
+        )
     if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
     return batch

@@ -270,18 +270,20 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def check_ids(ids: NDArray[Any], config: FieldsConfig, names: Sequence[str] = ()) -> None:
-    """Raise what `make_fields` raises for whole samples, where fields are made without such checks:
-    FormatError for an id that is neither padding nor within `vocab_size`, ConfigError for padding
-    among labels without a loss_mask.
+def check_ids(ids: NDArray[Any], config: FieldsConfig, names: Sequence[str] = ()) -> bool:
+    """Whether some id of whole samples is padding, where fields are made without such checks.
+
+    Raises what `make_fields` raises: FormatError for an id that is neither padding nor within
+    `vocab_size`, ConfigError for padding among labels without a loss_mask.
     """
     pad = config.effective_pad_id
-    lacks_mask = "labels" in names and "loss_mask" not in names
-    if config.vocab_size is not None or (lacks_mask and (pad >= 0 or ids.dtype.kind != "u")):
-        num_padding, low, high = scan_ids(ids, pad)
-        _check_vocabulary(ids, low, high, config)
-        if num_padding:
-            check_mask_is_there(names)
+    if pad < 0 and ids.dtype.kind == "u" and config.vocab_size is None:
+        return False
+    num_padding, low, high = scan_ids(ids, pad)
+    _check_vocabulary(ids, low, high, config)
+    if num_padding:
+        check_mask_is_there(names)
+    return bool(num_padding)
 
 
 @lru_cache(maxsize=64)

@@ -23,14 +23,16 @@ def device_fields(
     config: FieldsConfig,
     names: Sequence[str] | None = None,
     *,
+    may_pad: bool = True,
     max_documents: int | None = None,
     joins: SampleJoins | None = None,
 ) -> dict[str, Tensor]:
     """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
     checked.
 
-    ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
-    row that are not padding. names: of the fields; None: those of the config.
+    ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: integers [samples], ids
+    of a row that are not padding. names: of the fields; None: those of the config. may_pad: False where
+    the host knows that ids are [samples, S + 1] and none is padding, which saves half of the work.
     max_documents: the largest number of documents in a row; None: cu_seqlens computes it on the device,
     and the host waits for that. joins: that have no loss on the label over
     them, known to the host.
@@ -39,34 +41,40 @@ def device_fields(
     length = config.sequence_length
     pad = config.effective_pad_id
     eod = NO_ID if config.eod_id is None else config.eod_id
-    column = torch.arange(length + 1, device=ids.device)
-    missing = length + 1 - ids.shape[1]
-    padded = torch.nn.functional.pad(_widen(ids), (0, missing), value=pad)
-    padded = torch.where(column < valid[:, None], padded, pad)
-    is_padding = padded == pad
-    # the model reads 0 where there is padding; documents end by what stood there
-    readable = padded.masked_fill(is_padding, 0)
-    ends_document = padded[:, :-1] == eod
-    no_loss = is_padding[:, 1:]
+    has_loss = torch.ones(samples, length, device=ids.device)
+    padded = readable = _widen(ids)
+    if may_pad:
+        missing = length + 1 - ids.shape[1]
+        padded = torch.nn.functional.pad(padded, (0, missing), value=pad)
+        is_valid = torch.arange(length + 1, device=ids.device) < valid[:, None]
+        padded = torch.where(is_valid, padded, pad)
+        is_padding = padded == pad
+        # the model reads 0 where there is padding; documents end by what stood there
+        readable = padded.masked_fill(is_padding, 0)
+        has_loss.masked_fill_(is_padding[:, 1:], 0)
+    restarts = config.reset_position_ids or config.reset_attention_mask
+    if config.eod_mask_loss or joins is not None or restarts:
+        ends_document = padded[:, :-1] == eod
     if config.eod_mask_loss:
-        no_loss = no_loss | ends_document
+        has_loss.masked_fill_(ends_document, 0)
     if joins is not None:
-        over_join = _label_places(joins, no_loss)
-        no_loss = no_loss | over_join
+        over_join = _label_places(joins, ends_document)
+        has_loss.masked_fill_(over_join, 0)
         if joins.separate:
             ends_document = ends_document | over_join
     names = config.field_names if names is None else names
     batch = {}
     if "tokens" in names:
-        batch["tokens"] = readable[:, :-1].contiguous()
+        # contiguous() would leave one sample a view, whose memory tokens and labels share
+        batch["tokens"] = readable[:, :-1].clone(memory_format=torch.contiguous_format)
     if "labels" in names:
-        batch["labels"] = readable[:, 1:].contiguous()
+        batch["labels"] = readable[:, 1:].clone(memory_format=torch.contiguous_format)
     if "loss_mask" in names:
-        batch["loss_mask"] = (~no_loss).float()
-    position = column[:-1].repeat(samples, 1)
+        batch["loss_mask"] = has_loss
+    position = torch.arange(length, device=ids.device).expand(samples, -1).contiguous()
     if "position_ids" in names:
         batch["position_ids"] = position
-    if not (config.reset_position_ids or config.reset_attention_mask):
+    if not restarts:
         if "attention_mask" in names:
             batch["attention_mask"] = _attention_mask(position, None)
         return batch

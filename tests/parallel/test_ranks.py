@@ -372,6 +372,15 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
     for name, field in by_kernels.items():
         assert field.dtype == on_device[name].dtype, name
         assert torch.equal(field, on_device[name]), name
+    memory = {field.untyped_storage().data_ptr() for field in on_device.values()}
+    assert len(memory) == len(on_device)
+    if pad is None:  # then whole samples have no padding
+        everything = torch.full((samples,), length + 1)
+        slow = device_fields(torch.from_numpy(ids), everything, config)
+        fast = device_fields(torch.from_numpy(ids), everything, config, may_pad=False)
+        assert {name: field.tolist() for name, field in slow.items()} == {
+            name: field.tolist() for name, field in fast.items()
+        }
 
 
 @pytest.mark.guarantee("sample-joins")

@@ -10,6 +10,7 @@ import gc
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import filelock
 import hypothesis  # noqa: F401 - imported for the forks, as what follows without a use here
@@ -37,7 +38,11 @@ COMPILING = os.path.join(tempfile.gettempdir(), f"streammega-tests-compile-{os.g
 have them from its cache.
 """
 
-with filelock.FileLock(COMPILING), tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
+# a process that has asked for CUDA forks none that can use it
+no_cuda = mock.patch("torch.cuda.is_available", return_value=False)
+nor_another = mock.patch("torch.accelerator.is_available", return_value=False)
+kept = filelock.FileLock(COMPILING)
+with kept, no_cuda, nor_another, tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
     read_a_batch_of("stream", folder)
     read_a_batch_of("megatron", folder)
 
