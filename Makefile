@@ -94,7 +94,8 @@ lowest:  ## the tests and tools/smoke.py with the lowest version of every depend
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct '.[dev]'
 	.venv-lowest/bin/python -P tools/smoke.py
-	CUDA_VISIBLE_DEVICES= .venv-lowest/bin/python -m pytest -n 4 --dist worksteal -rs -m "not soak" $(TESTS)
+# kernels of its own: those of .venv are of another LLVM
+	CUDA_VISIBLE_DEVICES= NUMBA_CACHE_DIR=$(CURDIR)/.venv-lowest/kernels .venv-lowest/bin/python -m pytest -n 4 --dist worksteal -rs -m "not soak" $(TESTS)
 
 integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
 	$(PYTHON) -m venv .venv-integrations

@@ -237,7 +237,7 @@ def test_what_is_appended_is_the_output_by_its_whole_url(monkeypatch: pytest.Mon
     output = "http://user:password@host/web-day2"
     appended: list[str] = []
 
-    def append(dataset: str, names: list[str], storage: Any) -> Any:
+    def append(dataset: str, names: list[str], storage: Any, **_: Any) -> Any:
         appended.extend(names)
         raise ConfigError("caught")
 

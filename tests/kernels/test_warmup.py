@@ -39,7 +39,9 @@ print(json.dumps([said, count_down.stats.cache_path]))
 READ_ONLY = """
 from numba.core import caching
 def refuse(self): raise OSError("read-only")
-caching.InTreeCacheLocator.ensure_cache_path = refuse
+name = "InTreeCacheLocator"  # with an underscore up to numba 0.60
+locator = getattr(caching, name, None) or getattr(caching, f"_{name}")
+locator.ensure_cache_path = refuse
 """
 FIRST_BATCHES = """
 import json, sys
