@@ -8,6 +8,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import stat
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,9 +47,11 @@ from streammega.errors import CacheError, StorageError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PageCache
+from tests.support.gang import Gang
 
 NOBODY = 65534
 STRANGER = 65533
+SHARED_ITEMS = 1 << 20
 KIND: dict[str, ArrayKind] = {"a": ((np.int64,), (3,))}
 
 
@@ -486,3 +490,27 @@ def _open_for_ever(folder: Path, began: Any) -> None:
         time.sleep(600)
 
     open_once_per_node(["s3://b/web"], StorageConfig(), folder, open_data)
+
+
+@pytest.mark.guarantee("index-maps-shared")
+def test_processes_of_a_node_map_the_same_memory(gang: Gang, tmp_path: Path) -> None:
+    """One inode, of which each counts its share, and nothing is copied."""
+    maps = gang.run(2, map_and_measure, tmp_path)
+    assert maps[0]["inode"] == maps[1]["inode"]
+    for found in maps:
+        assert found["Rss"] >= SHARED_ITEMS * 8 // 1024
+        assert found["Pss"] < 0.6 * found["Rss"]
+        assert found["Private_Dirty"] == 0
+
+
+def map_and_measure(rank: int, folder: Path) -> dict[str, int]:
+    """The inode of a built array, and the kilobytes of its map while all ranks have it."""
+    kinds: dict[str, ArrayKind] = {"a": ((np.int64,), (SHARED_ITEMS,))}
+    arrays = cached_arrays(folder, "k", kinds, lambda: {"a": np.arange(SHARED_ITEMS)})
+    assert int(arrays["a"].sum()) == SHARED_ITEMS * (SHARED_ITEMS - 1) // 2
+    dist.barrier()
+    _, _, smaps = Path("/proc/self/smaps").read_text().partition(str(folder / "k-a.npy"))
+    dist.barrier()
+    sizes = re.findall(r"^(Rss|Pss|Private_Dirty): +(\d+) kB$", smaps[:2000], re.MULTILINE)
+    found = {name: int(size) for name, size in reversed(sizes)}  # those of the first map
+    return {**found, "inode": (folder / "k-a.npy").stat().st_ino}
