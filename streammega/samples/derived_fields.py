@@ -295,8 +295,14 @@ def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
 def _check_vocabulary(ids: NDArray[Any], low: int, high: int, config: FieldsConfig) -> None:
     """low, high: of all ids but padding."""
     vocab_size = config.vocab_size
-    if vocab_size is None or 0 <= low <= high < vocab_size:
-        return
+    if vocab_size is not None and not 0 <= low <= high < vocab_size:
+        raise _outside_of(vocab_size, ids, config)
+
+
+def _outside_of(vocab_size: int, ids: NDArray[Any], config: FieldsConfig) -> FormatError:
+    """The error for ids outside of a vocabulary. Made here, since a frame that holds an error and
+    raises it would leave what it holds to the garbage collector.
+    """
     wide = ids.astype(np.int64)
     outside = ((wide < 0) | (wide >= vocab_size)) & (wide != config.effective_pad_id)
     bad = np.unique(wide[outside]).tolist()
@@ -308,4 +314,4 @@ def _check_vocabulary(ids: NDArray[Any], low: int, high: int, config: FieldsConf
         "compare it with 'streammega describe', and set vocab_size to what the tokenizer has"
     )
     error.sample = int(np.flatnonzero(outside.any(axis=1))[0]), len(ids)
-    raise error
+    return error

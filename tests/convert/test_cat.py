@@ -80,7 +80,10 @@ def test_documents_of_a_bucket_are_shown(
 
 
 def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    words: str,
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "hello world"}\n')
@@ -93,7 +96,7 @@ def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
     assert "--ids" in error
     assert shown(capsys, name, "--tokenizer", words).startswith("hello world")
     assert main(["cat", name, "--tokenizer", "bytes"]) == 0
-    assert "was made with 'words.json', and 'bytes' is another one" in capsys.readouterr().err
+    assert "was made with 'words.json', and 'bytes' is another one" in caplog.text
 
 
 @pytest.fixture

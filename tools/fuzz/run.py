@@ -298,7 +298,9 @@ def finding(target: Target, data: bytes) -> BaseException | None:
 def name_of(error: BaseException) -> str:
     """The same for the same fault: the error, and the last place in our code that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/streammega/" in frame.filename] or list(frames)
+    ours = [
+        frame for frame in frames if ROOT / "streammega" in Path(frame.filename).parents
+    ] or list(frames)
     return f"{type(error).__name__}-{Path(ours[-1].filename).stem}-{ours[-1].lineno}"
 
 
