@@ -113,8 +113,10 @@ class PendingBatch:
     the event after which they are ready. On a stage that needs no field it has none of them.
     """
 
+    position: int
+    """The cursor before this micro-batch."""
     consumed: int
-    """The cursor after this micro-batch."""
+    """The cursor after it."""
     spec: BatchSpec
     joins: SampleJoins | None = None
     """The joins within its samples, as `sample_joins` of the config treats them."""
@@ -199,7 +201,8 @@ class BatchBroadcast:
         consumed = dataset.consumed_samples
         # the position of its own samples: the cursor may already be in the next phase
         position = consumed - dataset.step_samples
-        pending = PendingBatch(consumed, self._spec_of(dataset.sequence_length_at(position)))
+        spec = self._spec_of(dataset.sequence_length_at(position))
+        pending = PendingBatch(position, consumed, spec)
         if self._fields:
             try:
                 with dataset.steps.naming_datasets(position):
@@ -239,8 +242,7 @@ class BatchBroadcast:
             return RankBatch()
         if pending.work is not None:
             pending.work.wait()
-        dataset = self._loader.dataset
-        with dataset.steps.naming_datasets(pending.consumed - dataset.step_samples):
+        with self._loader.dataset.steps.naming_datasets(pending.position):
             return self._derive_message(pending, pending.message)
 
     def _spec_of(self, length: int) -> BatchSpec:
