@@ -136,7 +136,13 @@ def warm_up(progress: ProgressObserver) -> Warmup:
     return Warmup(
         compiled=sum(sum(of_kernel.cache_misses.values()) for of_kernel in stats),
         loaded=sum(sum(of_kernel.cache_hits.values()) for of_kernel in stats),
-        folders=sorted({str(of_kernel.cache_path) for of_kernel in stats if of_kernel.cache_path}),
+        folders=sorted(  # each file of kernels has a folder in them
+            {
+                str(Path(of_kernel.cache_path).parents[1])
+                for of_kernel in stats
+                if of_kernel.cache_path
+            }
+        ),
         seconds=time.monotonic() - began,
     )
 

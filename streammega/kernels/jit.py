@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import tempfile
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +20,13 @@ IS_CHECKED = os.environ.get("STREAMMEGA_CHECKED") == "1"
 """Whether every index of a kernel is compared with its array, by the environment: an IndexError in
 place of a crash or of wrong tokens. Kernels take several times as long then.
 """
-if IS_CHECKED:
-    # A cache of their own, since entries do not tell how they were compiled. It is that of all
-    # functions of numba in this process.
-    _folder = Path(__file__).parent / "__pycache__"
-    if not os.access(_folder, os.W_OK):
-        _folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streammega"
-    numba.config.CACHE_DIR = str(_folder / "checked-kernels")  # type: ignore[attr-defined]
 KERNELS: list[Any] = []
 """All kernels of the modules that were imported."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`numba.njit` with a cache on disk: next to the source, or in the user's cache if the install
-    is read-only.
+    """`numba.njit` with a cache on disk: in NUMBA_CACHE_DIR, else next to the source, or in the
+    user's cache if the install is read-only.
 
     numba writes cache entries under temporary names and renames them, so several processes may
     compile at once. If nothing can be written at all, each process compiles the kernel.
@@ -39,12 +35,43 @@ def kernel(function: Callable[..., Any]) -> Any:
     it calls. So a file that calls another has a comment with that file's digest, which changes with
     it; test_kernels.py checks these comments.
     """
+    folder = _cache_folder(Path(function.__code__.co_filename))
+    config: Any = numba.config
+    of_all_functions = config.CACHE_DIR
+    config.CACHE_DIR = folder
     try:
-        compiled = numba.njit(function, cache=True, nogil=True, boundscheck=IS_CHECKED)
-    except RuntimeError:  # no folder for the cache
-        compiled = numba.njit(function, nogil=True, boundscheck=IS_CHECKED)
+        compiled = numba.njit(function, cache=bool(folder), nogil=True, boundscheck=IS_CHECKED)
+    finally:
+        config.CACHE_DIR = of_all_functions
     KERNELS.append(compiled)
     return compiled
+
+
+@functools.cache
+def _cache_folder(source: Path) -> str:
+    """The folder for what this numba compiles of this file; "" if none can be written.
+
+    After an upgrade numba writes the new index of a kernel before its code. In one folder for all
+    versions, another process could find old code by the new index. Entries do not tell either
+    whether they check indices.
+    """
+    try:
+        version = blake2b(numba.__version__.encode() + source.read_bytes(), digest_size=4)
+    except OSError:  # installed without sources
+        return ""
+    name = f"{'checked-kernels' if IS_CHECKED else 'kernels'}/{source.stem}-{version.hexdigest()}"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    config: Any = numba.config
+    caches = [source.parent / "__pycache__", user / "streammega"]
+    for cache in [config.CACHE_DIR, *caches] if config.CACHE_DIR else caches:
+        folder = Path(cache) / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:  # read-only, for instance
+            continue
+        return str(folder)
+    return ""
 
 
 class _FirstCompilation(event.Listener):

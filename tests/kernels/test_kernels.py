@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -92,23 +90,6 @@ def sample_index_by_search(
         d = np.searchsorted(before, t, "right" if a else "left") - 1
         result.append((d, t - before[d]))
     return np.array(result)
-
-
-def test_kernels_work_where_no_cache_can_be_written() -> None:
-    code = """
-import numba.core.caching as caching
-for name in dir(caching):
-    kind = getattr(caching, name)
-    if isinstance(kind, type) and hasattr(kind, "_locator_classes"):
-        kind._locator_classes = []
-import numpy as np
-from streammega.kernels.shuffle import LegacyShuffler
-a, b = np.arange(1000), np.arange(1000)
-LegacyShuffler(1).shuffle(a); np.random.RandomState(1).shuffle(b)
-assert (a == b).all()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import streammega
 from streammega.cli.main import main
 from tests.support.builders import write_dataset, write_jsonl
 from tests.support.servers import S3
@@ -36,12 +38,32 @@ except IndexError as error:
     said = str(error)
 print(json.dumps([said, count_down.stats.cache_path]))
 """
-READ_ONLY = """
-from numba.core import caching
-def refuse(self): raise OSError("read-only")
-name = "InTreeCacheLocator"  # with an underscore up to numba 0.60
-locator = getattr(caching, name, None) or getattr(caching, f"_{name}")
-locator.ensure_cache_path = refuse
+OF_ANOTHER_NUMBA = """
+import numba
+numba.__version__ = "0.1"
+"""
+KILLED_BEFORE_THE_CODE = """
+from numba.core.caching import IndexDataCacheFile
+IndexDataCacheFile._save_data = lambda *_: None
+"""
+PLUS = """
+from streammega.kernels.jit import kernel
+@kernel
+def plus(count):
+    return count + {number}
+"""
+CALL = "import one; print(one.plus(0))"
+OF_THE_USER = """
+import json, pathlib, sys
+import numba
+import streammega.kernels.documents
+folder = "{folder}"
+pathlib.Path(folder, "theirs.py").write_text("def same(count): return count")
+sys.path.insert(0, folder)
+import theirs
+compiled = numba.njit(theirs.same, cache=True)
+compiled(1)
+print(json.dumps([compiled.stats.cache_path, numba.config.CACHE_DIR]))
 """
 FIRST_BATCHES = """
 import json, sys
@@ -79,7 +101,7 @@ def run(code: str, *arguments: str, **environment: str) -> tuple[Any, str]:
 def test_one_line_tells_that_kernels_are_compiled(tmp_path: Path) -> None:
     """Only where none is in the cache; the next process finds them there, and tells nothing."""
     (folder, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
-    assert Path(folder).parent == tmp_path
+    assert tmp_path in Path(folder).parents
     assert misses == 2
     assert stderr.count("streammega warmup") == 1
     (_, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
@@ -88,12 +110,60 @@ def test_one_line_tells_that_kernels_are_compiled(tmp_path: Path) -> None:
 
 
 def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_path: Path) -> None:
-    code = READ_ONLY + ONE_KERNEL
-    (folder, misses), _ = run(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
-    assert tmp_path in Path(folder).parents
+    surroundings = read_only_package(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path / "user")}
+    (folder, misses), _ = run(ONE_KERNEL, **surroundings)
+    assert tmp_path / "user" in Path(folder).parents
     assert misses == 2
-    (_, misses), _ = run(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
+    (_, misses), _ = run(ONE_KERNEL, **surroundings)
     assert misses == 0
+
+
+def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "user").touch()
+    surroundings = read_only_package(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path / "user")}
+    (folder, _), _ = run(ONE_KERNEL, **surroundings)
+    assert folder is None
+
+
+def read_only_package(folder: Path) -> dict[str, str]:
+    """Copies the package to where its kernels find no place for a cache: the environment for it."""
+    package = folder / "streammega"
+    leave_out = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(streammega.__path__[0]), package, ignore=leave_out)
+    (package / "kernels" / "__pycache__").touch()  # no folder can be made of this name
+    return {"NUMBA_CACHE_DIR": "", "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+def test_kernels_that_another_numba_compiled_are_never_loaded(tmp_path: Path) -> None:
+    """Not even where this one was killed when it had written the index, but not the code yet.
+
+    Ranks that start together meet the same for a moment.
+    """
+    run(OF_ANOTHER_NUMBA + ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    for code in tmp_path.rglob("*.nbc"):
+        code.write_bytes(b"of another LLVM")
+    run(KILLED_BEFORE_THE_CODE + ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    (_, misses), _ = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    assert misses == 2
+
+
+def test_kernels_of_another_version_of_their_file_are_never_loaded(tmp_path: Path) -> None:
+    """As with another numba."""
+    kernels = tmp_path / "one.py"
+    kernels.write_text(PLUS.format(number=1))
+    surroundings = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "PYTHONPATH": str(tmp_path)}
+    one, _ = run(CALL, **surroundings)
+    kernels.write_text(PLUS.format(number=2))
+    run(KILLED_BEFORE_THE_CODE + CALL, **surroundings)
+    two, _ = run(CALL, **surroundings)
+    assert (one, two) == (1, 2)
+
+
+def test_caches_of_the_functions_of_others_stay_where_numba_puts_them(tmp_path: Path) -> None:
+    code = OF_THE_USER.format(folder=tmp_path)
+    (folder, chosen), _ = run(code, NUMBA_CACHE_DIR="")
+    assert Path(folder) == tmp_path / "__pycache__"
+    assert chosen == ""
 
 
 @pytest.mark.parametrize("cache", ["usual", pytest.param("empty", marks=pytest.mark.soak)])
