@@ -38,7 +38,9 @@ TIMES_OF_OTHERS = 2.0
 SLOWER_PACE = 0.9
 """A rank is behind if it takes fewer batches than this part of those that the others take."""
 COUNTED_APART = 3
-"""Batches by which paces must differ at least. Each count may be one too high or too low."""
+"""Batches by which paces must differ at least, and steps that are compared. Each count may be one too high
+or too low.
+"""
 CACHE_DIFFERS = 0.2
 LATENCY_DIFFERS = 0.005
 """Seconds by which requests are slower, if that explains something."""
@@ -315,11 +317,18 @@ def _rates(first: Look, last: Look) -> dict[str, Any]:
     def rate(name: str) -> float:
         return _per_second(counts.get(f"{name}_total", 0.0), first, last)
 
+    steps = count("grad_syncs")
     return {
         "batches": count("batches"),
         "batches_per_second": rate("batches"),
         "tokens_per_second": rate("tokens"),
         "waited_share": min(1.0, rate("wait")),
+        "grad_wait_share": min(1.0, rate("grad_wait")) if steps else None,
+        # means of a step: one rank may have been asked just before its end, another after it
+        "grad_wait_seconds": counts.get("grad_wait_total", 0.0) / steps
+        if steps >= COUNTED_APART
+        else None,
+        "step_seconds": (last.seconds - first.seconds) / steps if steps >= COUNTED_APART else None,
         "fetched_bytes_per_second": rate("fetched_bytes"),
         "cache_share": _share(count("cache_hit_bytes"), count("fetched_bytes")),
         "fetched_bytes": count("fetched_bytes"),
@@ -363,7 +372,9 @@ def _totals(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def stragglers(ranks: Sequence[Report]) -> Iterator[Report]:
-    """The ranks that wait for data while the others do not, or that take fewer batches; and why."""
+    """The ranks that wait for data while the others do not, that compute longer, or that take fewer
+    batches; and why.
+    """
     for row in ranks:
         others = [
             other["window"] for other in ranks if other is not row and other["window"]["batches"]
@@ -374,10 +385,17 @@ def stragglers(ranks: Sequence[Report]) -> Iterator[Report]:
         usual_wait = statistics.median(other["waited_share"] for other in others)
         batches = row["window"]["batches"] / row["seconds"]
         usual = statistics.median(other["batches_per_second"] for other in others)
+        late, step = _lateness(row["window"], others)
         if waited >= WAITS_MUCH + usual_wait and waited >= TIMES_OF_OTHERS * usual_wait:
             text = (
                 f"waits for data {_percent(waited)} of the time, the others {_percent(usual_wait)}: "
                 f"{_why_it_waits(row['window'], others)}"
+            )
+        elif late > (1 - SLOWER_PACE) * step:
+            text = (
+                f"computes {_duration(late)} longer than the others in each step of {_duration(step)}, "
+                f"and they wait for it: look there at the GPU's clocks and temperature "
+                f"(`nvidia-smi -q -d PERFORMANCE`), and at other processes on its host"
             )
         elif batches < SLOWER_PACE * usual and (usual - batches) * row["seconds"] >= COUNTED_APART:
             text = (
@@ -391,6 +409,23 @@ def stragglers(ranks: Sequence[Report]) -> Iterator[Report]:
             "address": row["address"],
             "reason": f"{_name_of(row)} {text}",
         }
+
+
+def _lateness(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """By how many seconds a rank computes longer in a step than the others, and the seconds of a step;
+    zeros where ranks do not count how long they wait for each other.
+
+    The rank that the others wait for waits least itself. If it waits longer for data than they do, that
+    is the reason.
+    """
+    in_step = [other for other in others if other["step_seconds"]]
+    if not row["step_seconds"] or not in_step:
+        return 0.0, 0.0
+    step = statistics.median(each["step_seconds"] for each in (row, *in_step))
+    usual_wait = statistics.median(other["grad_wait_seconds"] for other in in_step)
+    usual_share = statistics.median(other["waited_share"] for other in in_step)
+    waited_longer = max(0.0, row["waited_share"] - usual_share) * step
+    return usual_wait - row["grad_wait_seconds"] - waited_longer, step
 
 
 def _why_it_waits(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -456,6 +491,10 @@ def _findings(
 
 def _name_of(row: Mapping[str, Any]) -> str:
     return f"rank {row['dp_rank']} ({row['address']})"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _percent(share: float) -> str:

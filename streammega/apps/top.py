@@ -182,6 +182,7 @@ def _row_of(row: Report) -> dict[str, Any]:
             "tokens/s",
             "batches/s",
             "waits %",
+            "for ranks %",
             "MB/s",
             "cache %",
             "requests/s",
@@ -190,11 +191,12 @@ def _row_of(row: Report) -> dict[str, Any]:
         )
     )
     if rates:
-        cache = rates["cache_share"]
+        cache, grad_wait = rates["cache_share"], rates["grad_wait_share"]
         figures = {
             "tokens/s": round(rates["tokens_per_second"]),
             "batches/s": round(rates["batches_per_second"], 2),
             "waits %": round(100 * rates["waited_share"], 1),
+            "for ranks %": None if grad_wait is None else round(100 * grad_wait, 1),
             "MB/s": round(rates["fetched_bytes_per_second"] / 1e6, 1),
             "cache %": None if cache is None else round(100 * cache),
             "requests/s": round(rates["requests_per_second"], 1),

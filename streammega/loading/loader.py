@@ -320,8 +320,18 @@ class StreamLoader:
         `stall_share`: the share of the time since the first batch that the caller waited for data. It
         makes the fields of its batches in the rest.
         `wait_p50` and the other percentiles: over the last few thousand batches.
+        `grad_syncs` and `grad_wait_total`: what `count_grad_sync` has counted.
         """
         return self._stats.summary()
+
+    def count_grad_sync(self, seconds: float) -> None:
+        """Count a step's reduction of gradients, and how long this rank waited in it for the others.
+
+        `streammega top` finds by these waits which rank computes slowly: it is the one that waits
+        least. seconds: from the end of this rank's backward to the end of the reduction; on CUDA
+        between two events, for the host runs ahead. `streammega train` calls it by itself.
+        """
+        self._stats.count_grad_sync(seconds)
 
     def close(self) -> None:
         """End the running iteration and its threads. `take` and `iter` begin another.

@@ -45,6 +45,8 @@ COUNTERS = frozenset(
         "throttled",
         "errors",
         "wait_total",
+        "grad_syncs",
+        "grad_wait_total",
     }
 )
 """Figures that only grow, for Prometheus; the others are gauges."""
@@ -106,6 +108,8 @@ class Stats:
     # Only one thread changes each of them. Another one may read tuples, which are replaced as a whole.
     _waited: tuple[float, float | None] = (0.0, None)
     """Seconds of waits that ended, and since when the caller waits now."""
+    _grad_syncs: tuple[int, float] = (0, 0.0)
+    """Reductions of gradients, and seconds in which this rank waited for other ranks in them."""
     _taken: tuple[int, NDArray[np.int64], TakenGroup] = field(
         default_factory=lambda: (0, np.zeros(MAX_SOURCES, np.int64), NO_GROUP)
     )
@@ -160,6 +164,11 @@ class Stats:
         total, since = self._waited
         return total if since is None else total + max(0.0, now - since)
 
+    def count_grad_sync(self, seconds: float) -> None:
+        """Count a reduction of gradients."""
+        count, total = self._grad_syncs
+        self._grad_syncs = count + 1, total + seconds
+
     def group_delivered(self, group: TakenGroup, seconds: float) -> None:
         """Count the seconds that the caller waited for a group of batches: 0 if it was ready."""
         batches, tokens, last = self._taken
@@ -206,6 +215,7 @@ class Stats:
         # has ended, since counters must not fall.
         wait = self._wait_total(time.perf_counter())
         batches, source_tokens = self._handed_out()
+        grad_syncs, grad_wait = self._grad_syncs
         counted = Counters()
         _add(counted, self._done)
         in_flight = 0
@@ -242,6 +252,8 @@ class Stats:
             "wait_p95": wait_p95,
             "wait_p99": wait_p99,
             "wait_total": wait,
+            "grad_syncs": grad_syncs,
+            "grad_wait_total": grad_wait,
             "stall_share": wait / max(wait + self.busy, SHORTEST),
             "ready_groups": self.ready,
             "requests_in_flight": in_flight,

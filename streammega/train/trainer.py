@@ -111,6 +111,8 @@ class Trainer:
         self.sources = source_names(config.data)
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()
+        self.grad_sync = DeviceTimer(device)
+        """Times how long this rank waits for the others until gradients are summed."""
         self.learning_rate = LearningRate(config, self.loader.dataset.tokens_before)
         self.scale = LossScale() if train.dtype == "float16" else None
         check_valid_splits(config, self.ranks)
@@ -278,6 +280,9 @@ class Trainer:
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
         totals = self._totals(losses, sample_ids)
+        # fully_shard sums within backward, so no wait of a sharded model is known.
+        if not self.model.is_sharded:
+            self.loader.count_grad_sync(self.grad_sync.seconds)
         stop_sample = self.batches.consumed_samples
         samples = range(stop_sample - num_samples, stop_sample)
         record: dict[str, Any] = {
@@ -312,7 +317,8 @@ class Trainer:
         Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
         """
         model = self.model
-        model.finish_gradients(losses.tokens.sum())
+        with self.grad_sync:
+            model.finish_gradients(losses.tokens.sum())
         is_good = self.scale is None or self.scale.unscale(
             model.gradients(), self.device, float(divided_by)
         )
@@ -492,3 +498,35 @@ class StepBatches(Iterator[Batch]):
             self.kept.append(batch)
         self._watchdog.enter_phase("computing")
         return batch
+
+
+class DeviceTimer:
+    """How long a device needs for the work of a `with` block: by the host's clock, or by CUDA events.
+
+    Nothing waits for the device. Read `seconds` after the host has waited for the block's work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        count = 2 if device.type == "cuda" else 0
+        self._events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(count)
+        ]
+        self._times = [0.0, 0.0]
+
+    def __enter__(self) -> None:
+        self._mark(0)
+
+    def __exit__(self, *_: object) -> None:
+        self._mark(1)
+
+    def _mark(self, index: int) -> None:
+        self._times[index] = time.perf_counter()
+        if self._events:
+            self._events[index].record()
+
+    @property
+    def seconds(self) -> float:
+        """The time from the begin to the end of the last block."""
+        begin, end = self._times
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else end - begin

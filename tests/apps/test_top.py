@@ -31,7 +31,10 @@ from streammega.apps.metrics import Watch, parse_addresses, parse_answer
 from streammega.cli.main import main
 from streammega.errors import ConfigError
 from streammega.loading.stats import MetricsServer, Stats
-from tests.support.builders import write_dataset
+from tests.support.builders import write_dataset, write_layout_run
+from tests.support.cuda_support import on_cuda
+from tests.support.gang import Gang
+from tests.support.rank_programs import watch_slow_forward
 from tests.support.servers import SECRET, HttpServer
 from tools.bench.object_server import running
 
@@ -278,6 +281,77 @@ def test_a_straggling_rank_of_a_real_run_is_found(
     assert "waits for data" in straggler["reason"]
     assert "look at its network" in straggler["reason"]
     assert report["sources"][0]["source"] == "web"
+
+
+@pytest.mark.guarantee("top-names-stragglers")
+@pytest.mark.parametrize(
+    ("waits", "reason"),
+    [
+        ([0.6, 0.6, 0.04], "computes 280 ms longer than the others in each step of 500 ms"),
+        ([0.8, 0.0], "computes 400 ms longer than the others in each step of 500 ms"),
+        ([0.4, 0.4, 0.4, 0.0, 0.0], ""),
+    ],
+)
+def test_of_ranks_in_step_those_that_wait_least_for_the_others_compute_slowly(
+    waits: list[float], reason: str
+) -> None:
+    """waits: for other ranks, in seconds of a second with two steps."""
+    ranks = [Rank(n, grad_syncs=2, grad_wait_total=wait) for n, wait in enumerate(waits)]
+    report = report_of(*ranks)
+    slow = [straggler["dp_rank"] for straggler in report["stragglers"]]
+    assert slow == [number for number, wait in enumerate(waits) if wait < 0.1]
+    assert f"rank {slow[0]} ({ranks[slow[0]].address}) {reason}" in report["findings"][0]
+    for words in ("they wait for it", "nvidia-smi -q -d PERFORMANCE", "other processes"):
+        assert words in report["findings"][0]
+    assert "for ranks %" in top.report_text(report)
+
+
+@pytest.mark.guarantee("top-names-stragglers")
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param({"grad_syncs": 2, "grad_wait_total": 0.8}, id="equal"),
+        pytest.param({"grad_syncs": 2, "grad_wait_total": 0.9}, id="nearly equal"),
+        pytest.param({"grad_syncs": 1.5, "grad_wait_total": 0.6}, id="asked before a step ended"),
+        pytest.param({"grad_syncs": 0, "grad_wait_total": 0.0}, id="waits are not counted"),
+    ],
+)
+def test_equal_ranks_in_step_are_not_accused(others: dict[str, float]) -> None:
+    ranks = [Rank(0, grad_syncs=2, grad_wait_total=0.8), Rank(1, **others), Rank(2, **others)]
+    assert report_of(*ranks)["findings"] == []
+
+
+@pytest.mark.guarantee("top-names-stragglers")
+def test_too_few_steps_accuse_no_rank() -> None:
+    ranks = [Rank(number, grad_syncs=1, grad_wait_total=0.8 * number) for number in range(2)]
+    assert report_of(*ranks)["findings"] == []
+
+
+@pytest.mark.guarantee("top-names-stragglers")
+def test_a_rank_whose_data_come_slowly_is_not_said_to_compute_slowly() -> None:
+    usual = {"grad_syncs": 2, "grad_wait_total": 0.4}
+    late = Rank(2, grad_syncs=2, grad_wait_total=0.0, wait_total=0.4)
+    (finding,) = report_of(Rank(0, **usual), Rank(1, **usual), late)["findings"]
+    assert "rank 2 " in finding
+    assert "waits for data 40 %" in finding
+    # a wait for data that the device does not notice makes nobody late
+    hidden = Rank(1, **usual, wait_total=0.4)
+    (finding,) = report_of(Rank(0, **usual), hidden)["findings"]
+    assert "rank 1 " in finding
+
+
+@pytest.mark.guarantee("top-names-stragglers")
+@pytest.mark.parametrize("device", ["cpu", on_cuda("cuda:0")])
+def test_a_rank_that_computes_slowly_is_found_though_all_take_as_many_batches(
+    gang: Gang, tmp_path: Path, device: str
+) -> None:
+    run_file = write_layout_run(tmp_path, layers=1, device=None)
+    for report in gang.run(2, watch_slow_forward, run_file, [], 1, device):
+        (straggler,) = report["stragglers"]
+        assert straggler["dp_rank"] == 1
+        assert "computes" in straggler["reason"]
+        first, second = (row["window"]["grad_wait_share"] for row in report["ranks"])
+        assert first > second
 
 
 def look(address: str) -> metrics.Look:

@@ -5,8 +5,13 @@ They import nothing slow.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import socket
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,6 +105,53 @@ def train(
     trainer.save()
     trainer.close()
     return records if rank == 0 else []
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row, below those that connections get."""
+    for first in range(20_000 + os.getpid() % 1000, 32_000, count):
+        with contextlib.ExitStack() as reserved, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                reserved.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no ports are free")
+
+
+def watch_slow_forward(
+    rank: int, run_file: str, overrides: list[str], slow_rank: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """What `top` reports on rank 0 after some steps in which one rank computes a tenth of a second longer
+    in each forward.
+    """
+    from streammega.apps.metrics import Watch
+    from streammega.train.config import load_run
+    from streammega.train.trainer import Trainer
+
+    size = dist.get_world_size()
+    ports = [free_ports(size) if rank == 0 else 0]
+    dist.broadcast_object_list(ports)
+    config = load_run(run_file, [*overrides, f"train.metrics_port={ports[0]}"])
+    with mock.patch.dict(os.environ, RANK=str(rank)):  # each rank has a port of its own
+        trainer = Trainer(config, torch.device(device))
+    watch = Watch([f"127.0.0.1:{ports[0]}-{ports[0] + size - 1}"])
+
+    def slow_down(*_: Any) -> None:
+        if device == "cpu":
+            time.sleep(0.1)
+        else:
+            torch.cuda._sleep(200_000_000)
+
+    if rank == slow_rank:
+        trainer.model.chunks[0].register_forward_pre_hook(slow_down)
+    trainer.train_step()
+    watch.look()
+    dist.barrier()
+    for _ in range(4):
+        trainer.train_step()
+    watch.look()
+    dist.barrier()
+    trainer.close()
+    return watch.report()
 
 
 def error_of_opening(

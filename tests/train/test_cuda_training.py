@@ -27,7 +27,7 @@ from streammega.parallel import open_loader
 from streammega.train.config import ModelConfig, load_run
 from streammega.train.model import GPT
 from streammega.train.run_log import read_metrics
-from streammega.train.trainer import Trainer
+from streammega.train.trainer import DeviceTimer, Trainer
 from tests.support.builders import write_dataset, write_layout_run
 from tests.support.cuda_support import DEVICES, NEEDS_CUDA, NEEDS_TWO, on_cuda
 from tests.support.gang import Gang
@@ -148,6 +148,26 @@ def test_two_gpus_have_the_loss_of_one_rank(
     assert code == 0, log[-3000:]
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     assert_alike(records, wanted, LOSS["bfloat16" if overrides is NARROW else "float32"])
+
+
+@pytest.mark.parametrize("device", [on_cuda("cuda")])
+def test_the_wait_for_gradients_is_timed_on_the_device_and_the_host_does_not_wait(
+    device: str,
+) -> None:
+    timer = DeviceTimer(torch.device(device))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(1_000_000_000)  # a backward that goes on: not counted
+        with timer:
+            torch.cuda._sleep(10_000_000)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    short = timer.seconds
+    with timer:
+        torch.cuda._sleep(200_000_000)
+    torch.cuda.synchronize()
+    assert 0 < 4 * short < timer.seconds
 
 
 FAULTS = {
