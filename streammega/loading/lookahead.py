@@ -135,9 +135,10 @@ class Lookahead:
         One that often waits is faster than the storage: it gets memory for the requests that far
         storage needs in flight.
         """
-        weight = 1.0 if self._pace is None else PACE_WEIGHT
-        self._pace = (1 - weight) * (self._pace or 0.0) + weight * seconds
-        self._waited = (1 - weight) * self._waited + weight * waited
+        if self._pace is None:
+            self._pace, self._waited = seconds, waited
+        self._pace += PACE_WEIGHT * (seconds - self._pace)
+        self._waited += PACE_WEIGHT * (waited - self._waited)
         if self._fetcher is None:
             return
         memory = self._plan.memory

@@ -107,10 +107,10 @@ class MemoryPlan:
     window_batches: int
     opening_bytes: int
     coalesce_gap_bytes: int
-    block_datasets: tuple[int, ...] = ()
-    open_bytes: int = 0
-    num_without_room: int = 0
-    enough_bytes: int = 0
+    block_datasets: tuple[int, ...]
+    open_bytes: int
+    num_without_room: int
+    enough_bytes: int
 
 
 class _Groups(NamedTuple):

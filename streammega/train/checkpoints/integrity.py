@@ -166,7 +166,7 @@ def load_part(data: bytes | memoryview, dtype: torch.dtype, sizes: Sequence[int]
     start = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
     num_bytes = math.prod(sizes) * dtype.itemsize
     is_plain = entry.compress_type == zipfile.ZIP_STORED and header[0] == _LOCAL_SIGNATURE
-    if not is_plain or entry.file_size != num_bytes or not start <= start + num_bytes <= len(data):
+    if not is_plain or entry.file_size != num_bytes or start + num_bytes > len(data):
         raise ValueError(f"it has no {num_bytes} bytes of a tensor")
     if not num_bytes:
         return torch.empty(sizes, dtype=dtype)
