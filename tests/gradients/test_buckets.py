@@ -412,3 +412,12 @@ def test_gradients_are_where_the_parameters_that_are_trained_are() -> None:
     model.finish_grad_sync(torch.tensor(2))
     assert trained.bias.grad is not None
     assert trained.bias.grad.tolist() == [0.5] * 4
+
+
+def test_a_state_that_lacks_a_parameter_is_refused_as_by_the_module() -> None:
+    model = BucketedDataParallel(make_net())
+    state = model.state_dict()
+    del state["norm.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*norm\.bias"):
+        model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)

@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig, kernels
-from streammega.kernels.fields import document_bounds, sequence_bounds
+from streammega.kernels.fields import (
+    MIN_MODE,
+    clear_unlearned,
+    document_bounds,
+    sequence_bounds,
+)
 from streammega.kernels.plan import cached_rows, gather_rows
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler, _draw_wide
@@ -240,7 +245,7 @@ def test_rows_are_served_from_one_chunk_whose_pages_are_all_there() -> None:
     page_bytes, chunk_bytes, zero = 4, 8, 9
     is_there = np.array([1, 1, 0, 1], np.uint8)
     mapped = np.array([1000, 2000])
-    rows = np.array([(1, 7), (6, 10), (8, 12), (13, 15), (10, 14), (14, 17), (3, 3)])
+    rows = np.array([(3, 3), (1, 7), (6, 10), (8, 12), (14, 17), (10, 14), (13, 15)])
     start, stop = np.ascontiguousarray(rows.T)
     slot = np.full(len(rows), -1)
     offset = np.zeros(len(rows), np.int64)
@@ -250,8 +255,36 @@ def test_rows_are_served_from_one_chunk_whose_pages_are_all_there() -> None:
         np.array([16]), page_bytes, chunk_bytes, zero, slot, offset,
     )  # fmt: skip
     assert served == 6 + 2
-    assert slot.tolist() == [zero, -1, -1, zero, -1, -1, -1]
-    assert offset.tolist() == [1001, 0, 0, 2005, 0, 0, 0]
+    assert slot.tolist() == [-1, zero, -1, -1, -1, -1, zero]
+    assert offset.tolist() == [0, 1001, 0, 0, 0, 0, 2005]
+
+
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_tokens_are_cleared_if_their_sequence_is_not_learned(
+    sequences: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    itemsize, width = 2, 6
+    is_learned = [learned for size, learned in sequences for _ in range(size)]
+    # In memory another sequence follows, which is not of this file.
+    ends = np.cumsum([0, *(size for size, _ in sequences)]) * itemsize
+    offsets = np.append(ends[:-1], 0)[:-1]
+    modes = np.array([*(learned for _, learned in sequences), True], np.int8)[:-1]
+    learned = np.zeros(256, np.bool_)
+    learned[[-MIN_MODE, 1 - MIN_MODE]] = False, True
+    start = data.draw(st.integers(0, len(is_learned)))
+    size = data.draw(st.integers(0, len(is_learned) - start))
+    column = data.draw(st.integers(-3, width))
+    out = np.ones((2, width), np.int64)
+    row = [np.array([value]) for value in (start, size, 1, column)]
+    clear_unlearned(offsets, modes, learned, itemsize, *row, out)
+    expected = [1] * width
+    for token in range(start, start + size):
+        if 0 <= (at := column + token - start) < width:
+            expected[at] = int(is_learned[token])
+    assert out.tolist() == [[1] * width, expected]
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))

@@ -161,8 +161,8 @@ def test_gaps_are_bridged_while_they_are_a_seventh_of_what_is_used(
 
 @pytest.mark.parametrize("last", [1, 32_768, 1 << 31])
 def test_gaps_are_bridged_in_any_number_of_files(last: int) -> None:
-    file = np.array([0, last, last, last])
-    start = np.array([5_000_000, 0, 110, 220])
+    file = np.array([0, last, last])
+    start = np.array([5_000_000, 0, 110])
     assert largest_gap(file, start, start + 100, 1000) == 10
 
 
@@ -679,13 +679,17 @@ def test_bounds_of_sequences_are_those_of_samples_by_themselves(
     server: Running, tmp_path: Path, where: str
 ) -> None:
     place = str(server.root) if where == "local" else where
-    config = config_of("megatron", place, tmp_path, storage_of(server, "obstore"))
+    # enough for windows of several groups
+    storage = replace(storage_of(server, "obstore"), memory_bytes=1 << 27)
+    config = config_of("megatron", place, tmp_path, storage)
     config = replace(config, inter_document_masking=True)
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         length = config.sequence_length
         some_bounds = 0
-        for consumed in range(0, 48, 4):
+        for consumed in range(0, 3000, 4):
             batch = loader.take()
+            if consumed >= 48 and consumed % 100:
+                continue  # some of each group
             assert batch["cu_seqlens"].shape == (4, length + 1)
             assert batch["max_seqlen"].shape == (4,)
             some_bounds += int((batch["cu_seqlens"] < length).sum()) - 4
@@ -1017,7 +1021,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
     with pytest.raises(
         AssertionError, match="sample 9 is in lane 9, which this reader does not follow"
     ):
-        pieces.assign(np.arange(9, 17, 2), np.arange(4))
+        pieces.assign(np.array([8, 10, 9, 12]), np.arange(4))
 
 
 @pytest.mark.guarantee("ahead-filled-up")

@@ -348,6 +348,10 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
         StreamLoader(
             config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh, dp_rank=0, dp_size=1
         )
+    for names, said in ((("pp", "tp"), r"\('pp', 'tp'\)"), (None, "2")):
+        mesh.mesh_dim_names = names
+        with pytest.raises(ConfigError, match=f"the mesh has dimensions {said}; name the"):
+            StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -148,3 +148,11 @@ def test_the_trainer_serves_its_training_loader(tmp_path: Path) -> None:
         assert scrape(trainer.loader)['streammega_tokens_total{dp_rank="0"}'] > 0
     finally:
         trainer.close()
+
+
+def test_a_group_of_batches_is_waited_for_once() -> None:
+    stats = loader_stats.Stats()
+    for batches in (1, 2, 1):
+        group = loader_stats.TakenGroup(np.zeros(batches, np.int64), LENGTH, batches, 0)
+        stats.group_delivered(group, 1.0)
+    assert list(stats.waits) == [1.0, 1.0, 0.0, 1.0]

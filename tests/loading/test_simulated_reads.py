@@ -143,6 +143,25 @@ def read_rank(
     return opening, stats["requests"], stats["fetched_bytes"], stats["useful_bytes"]
 
 
+def test_the_memory_that_was_simulated_is_held(tmp_path: Path) -> None:
+    """Of one micro-batch: no thread is ahead of another."""
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    datasets = {}
+    for name in ("web", "code"):
+        write_sharded(folder, name, 30)
+        datasets[f"s3://bucket/{name}"] = (folder / f"{name}.manifest.json").read_bytes()
+    sizes: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "dp_size": RANKS}
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+        config = config_of(storage, "s3://bucket", num_samples=(4, 0, 0))
+        with StreamLoader(config, **sizes, dp_rank=0) as loader:
+            assert sum(1 for _ in loader) == 1
+            held = loader.stats()["most_held_bytes"]
+    (rank,) = simulate(config, datasets, **sizes, dp_ranks=[0], num_batches=1).ranks
+    assert rank.memory_bytes == held
+
+
 @pytest.mark.guarantee("simulate-limits")
 def test_slow_storage_makes_the_first_batch_late_and_steps_wait() -> None:
     config = config_of(StorageConfig(), "s3://bucket")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from streammega.config import PhaseConfig, Segment
 from streammega.errors import ConfigError
+from streammega.kernels.remainder import remainder_samples_using
 from streammega.kernels.stream import choose
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.epoch_remainder import EpochRemainder, remainder_of
@@ -472,6 +473,17 @@ def test_every_sample_of_a_remainder_is_found_by_its_tokens() -> None:
         for run in rest.runs(np.arange(rest.samples), 0):
             place = (int(run["file"]), int(run["start"]), int(run["stop"]))
             assert run["item"] in rest.samples_with(*place)
+
+
+def test_samples_of_a_remainder_without_room_are_counted_and_not_written() -> None:
+    for rest in some_remainders():
+        whole = (0, 0, 1 << 40, *rest._epochs, rest._by_place, rest.length, *rest.layout)
+        numbers = np.empty(10_000, np.int64)
+        count = remainder_samples_using(*whole, numbers)
+        assert 2 < count < len(numbers)
+        short = np.full(count, -1)
+        assert remainder_samples_using(*whole, short[:2]) == count
+        assert short.tolist() == [*numbers[:2].tolist(), *[-1] * (count - 2)]
 
 
 def test_golden_remainders() -> None:

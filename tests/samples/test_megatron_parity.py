@@ -13,7 +13,7 @@ import pytest
 
 from streammega import DataConfig, GPTDataset, IndexedDataset, build_datasets
 from streammega.errors import ConfigError
-from streammega.order.megatron import GptShape
+from streammega.order.megatron import GptShape, index_kinds
 from streammega.order.split import split_bounds
 from tests.support import oracle
 from tests.support.builders import write_dataset
@@ -197,6 +197,19 @@ def test_splits_do_not_depend_on_the_version_of_python(monkeypatch: pytest.Monke
 def test_splits_that_mean_nothing_are_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="split"):
         split_bounds(split, 10)
+
+
+def test_samples_are_numbered_by_the_dtype_that_megatron_would_take() -> None:
+    """No test has memory for so many: 2**32 - 2 and more are int64."""
+    for rows, dtype in ((2**32 - 3, np.uint32), (2**32 - 2, np.int64)):
+        shape = GptShape(
+            tokens_per_epoch=rows,
+            sequence_length=1,
+            num_samples=None,
+            extra_token=False,
+            drop_last=True,
+        )
+        assert index_kinds(shape, 1)["shuffle_index"] == ((dtype,), (rows,))
 
 
 @pytest.mark.guarantee("nothing-half-written")

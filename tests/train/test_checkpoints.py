@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.object_ops import read_object
 from streammega.train.checkpoints import files as checkpoint_files
 from streammega.train.checkpoints import lock as checkpoint_lock
+from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.files import (
     METADATA,
     TENSORS,
@@ -58,7 +60,7 @@ from streammega.train.checkpoints.integrity import (
     one_line,
     parse_tensors,
 )
-from streammega.train.checkpoints.store import CheckpointStore
+from streammega.train.checkpoints.store import CheckpointStore, wait_until_visible
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from streammega.train.signals import Terminated
@@ -491,6 +493,28 @@ def test_tensors_are_read_by_requests_of_bounded_size_that_near_ones_share(
         state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
     assert all(torch.equal(loaded[name], saved[name]) for name in names)
     assert all(stop - start <= limits["REQUEST_BYTES"] for start, stop in spans)
+    stored = [place.length for index, place in metadata.storage_data.items() if index.fqn in names]
+    if max(stored) <= limits["REQUEST_BYTES"] and sum(stored) <= limits["BATCH_BYTES"]:
+        assert all(
+            far - near > limits["MAX_GAP_BYTES"] or stop - start > limits["REQUEST_BYTES"]
+            for (start, near), (far, stop) in pairwise(spans)
+        )
+
+
+def test_what_other_ranks_wrote_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_store, "LOOK_SECONDS", 0.0)
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks != 3:
+            raise DamagedError(f"not seen at look {looks}")
+
+    wait_until_visible(look, DamagedError)
+    monkeypatch.setattr(checkpoint_store, "VISIBLE_SECONDS", -1.0)
+    with pytest.raises(DamagedError, match="look 4"):
+        wait_until_visible(look, DamagedError)
 
 
 @pytest.mark.guarantee("background-save-fails")
