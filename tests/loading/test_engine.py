@@ -1005,25 +1005,6 @@ def test_ranks_follow_their_lanes_over_skips(
     )
 
 
-def test_samples_of_lanes_that_are_not_followed_are_refused(
-    server: Running, tmp_path: Path
-) -> None:
-    dataset = StreamLoader(
-        config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore")),
-        micro_batch_size=4,
-        global_batch_size=8,
-        dp_rank=0,
-        dp_size=2,
-    ).dataset
-    pieces = plan_reading(dataset.steps, 0, 4_000_000).planner.blocks
-    assert pieces is not None
-    pieces.assign(np.arange(0, 8, 2), np.arange(4))
-    with pytest.raises(
-        AssertionError, match="sample 9 is in lane 9, which this reader does not follow"
-    ):
-        pieces.assign(np.array([8, 10, 9, 12]), np.arange(4))
-
-
 @pytest.mark.guarantee("ahead-filled-up")
 def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     server: Running, tmp_path: Path

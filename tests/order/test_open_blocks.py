@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from tests.order.test_stream_order import orders
@@ -44,3 +46,23 @@ def test_a_block_has_the_tokens_of_its_samples_and_is_open_until_the_last(
     uses[released] += uses_left
     assert uses[: len(opened.uses)].tolist() == opened.uses.tolist()
     assert not uses[len(opened.uses) :].any()
+
+
+def test_samples_of_lanes_that_are_not_followed_are_refused() -> None:
+    part = FilePart(file=0, start=0, tokens=2000)
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[part], itemsize=2)],
+        weights=[1.0],
+        sequence_length=10,
+        extra_token=False,
+        seed=1,
+        lanes=8,
+        shuffle_block_bytes=100,
+    )
+    even = np.arange(0, 8, 2)
+    blocks = OpenBlocks(order, even, order.lanes_per_run == 1, np.array([2]))
+    blocks.assign(even, np.arange(4))
+    with pytest.raises(
+        AssertionError, match="sample 9 is in lane 1, which this reader does not follow"
+    ):
+        blocks.assign(np.array([8, 10, 9, 12]), np.arange(4))

@@ -82,12 +82,18 @@ def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
 @pytest.mark.guarantee("guessed-parts-blend")
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("is_right", [True, False])
 def test_guessed_parts_are_the_sequential_choice(
-    kind: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    kind: int, threads: int, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the guess of a part's beginning is right or wrong; each way occurs."""
+    """Whether the guess of a part's beginning is right or wrong. These blends are so short that it
+    is always right, unless it leaves out the choices before.
+    """
     from streammega.kernels import blending
 
+    if not is_right:
+        monkeypatch.setattr(blending, "_TURNS_BEFORE", 0)
+        monkeypatch.setattr(blending, "_SHARE_BEFORE", 1 << 60)
     rng = np.random.default_rng(kind)
     for count in (3, 40, 150):
         weights = np.array(normalized(random_weights(rng, count).tolist()))
