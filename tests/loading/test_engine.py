@@ -272,6 +272,24 @@ def test_windows_get_memory_where_a_phase_reads_samples_outside_of_blocks(
 
 
 @pytest.mark.guarantee("9-budget-deadlocks")
+def test_windows_get_memory_for_a_dataset_that_is_too_small_for_blocks(
+    server: Running, tmp_path: Path
+) -> None:
+    write_lengths(f"{server.root}/data/few-samples", [700])
+    storage = replace(
+        storage_of(server, "obstore"), memory_bytes=8_000_000, max_in_flight_bytes=4096
+    )
+    config = replace(
+        config_of("stream", "s3:/", tmp_path, storage),
+        blend=["s3://data/web", "s3://data/few-samples"],
+    )
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    memory = plan_reading(steps, 0, storage.memory_bytes).memory
+    assert memory.block_datasets == (0,)
+    assert memory.fetch_bytes - memory.open_bytes > 4096
+
+
+@pytest.mark.guarantee("9-budget-deadlocks")
 def test_a_budget_too_small_for_the_open_blocks_is_told_with_what_would_do(
     server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
