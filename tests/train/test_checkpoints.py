@@ -26,7 +26,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from streammega import StorageConfig
 from streammega.cli.main import main as cli_main
@@ -60,6 +64,7 @@ from streammega.train.checkpoints.integrity import (
     one_line,
     parse_tensors,
 )
+from streammega.train.checkpoints.state import state_to_load, state_to_save
 from streammega.train.checkpoints.store import CheckpointStore, wait_until_visible
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
@@ -299,6 +304,31 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
     ):
         resumed(run_file)
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_checkpoint_of_other_parameters_or_of_another_optimizer_is_refused(
+    run_file: str, folder: Path
+) -> None:
+    trainer = resumed(run_file)
+    state = state_to_save(trainer.model, trainer.optimizer)
+
+    def load(other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stored: dict[str, Any] = {
+            name: TensorStorageMetadata(TensorProperties(), tensor.size(), [])
+            for name, tensor in other.items()
+        }
+        return state_to_load(trainer.model, trainer.optimizer, Metadata(stored))
+
+    assert load(state).keys() == state.keys()
+    name = min(trainer.model.parameter_shapes)
+    lacking = {key: value for key, value in state.items() if key != f"model.{name}"}
+    with pytest.raises(StateError, match=f"this model has a parameter {name}, the checkpoint"):
+        load(lacking)
+    with pytest.raises(StateError, match="the checkpoint has a parameter other, this model"):
+        load(state | {"model.other": torch.ones(1)})
+    with pytest.raises(StateError, match=rf"the optimizer keeps .*'momentum'.* of {name} in the"):
+        load(state | {f"optimizer.{name}.momentum": torch.ones(1)})
+    trainer.close()
 
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
