@@ -583,13 +583,14 @@ def test_a_worker_that_dies_while_others_start_is_replaced(
 ) -> None:
     """The pool has closed by then what the next worker would get: `handle is closed`."""
     prepare = multiprocessing.spawn.get_preparation_data
+    of_other_tests = set(multiprocessing.active_children())
     starts = 0
 
     def prepare_late(name: str) -> dict[str, Any]:
         nonlocal starts
         starts += 1
         if starts == 2:
-            (first,) = multiprocessing.active_children()
+            (first,) = set(multiprocessing.active_children()) - of_other_tests
             first.kill()
             first.join()
             if sys.version_info < (3, 12):  # later ones wait for the start that is under way

@@ -110,7 +110,8 @@ def test_only_get_batch_gives_every_rank_its_part(
         {"PYTHONWARNINGS": "ignore"},
     )
     assert outcome.good, outcome.log[-3000:]
-    lines = outcome.printed.splitlines()
+    # gloo of torch 2.10 prints as well
+    lines = [line for line in outcome.printed.splitlines() if not line.startswith("[Gloo]")]
     assert len(lines) == 6
     assert all(line.endswith("(2, 64) tokens, from position 0") for line in lines), (
         "tensor-parallel ranks have the same"
