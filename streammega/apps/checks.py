@@ -574,7 +574,11 @@ def run_within(
         remedy = "look at the network and the server; name less data, or give more --seconds"
         return [*findings, fault(name, f"no end within {seconds:.0f} s", remedy)], True
     for error in errors:
-        if isinstance(error, StreammegaError):
+        if isinstance(error, StorageError) and error.throttled:
+            result = f"too many requests: the store refuses even single ones ({name}: {error})"
+            remedy = "stop other jobs on this bucket or have its limit raised, and run doctor again"
+            findings.append(fault("throttling", result, remedy))
+        elif isinstance(error, StreammegaError):
             findings.append(fault(name, str(error)))
         elif isinstance(error, OSError):
             findings.append(fault(name, f"{error.filename or name}: {error.strerror or error}"))

@@ -370,6 +370,17 @@ def test_refusals_are_counted_and_limit_requests(server: Running, examine: Any) 
     assert "a second were answered" in findings["throttling"]["result"]
 
 
+@pytest.mark.guarantee("doctor-names-faults")
+def test_a_server_that_refuses_every_request_is_named(server: Running, examine: Any) -> None:
+    server.behave(error_share=1.0)
+    code, findings, report = examine("s3://data/web", "--seconds", "8", **server.storage_options)
+    assert code == 1
+    assert status_of(findings) == {"throttling": "fault"}
+    assert "too many requests" in findings["throttling"]["result"]
+    assert "stop other jobs on this bucket" in findings["throttling"]["remedy"]
+    assert "bandwidth: first mend: throttling" in report["not_checked"]
+
+
 def test_a_bucket_of_another_region_is_named(moto: S3, examine: Any) -> None:
     there = {"LocationConstraint": "eu-west-3"}
     moto.client().create_bucket(Bucket="in-paris", CreateBucketConfiguration=there)
