@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -276,7 +276,11 @@ def _dataset_row(run: Run, number: int) -> dict[str, Any]:
     """
     name = run.provenance.dataset_name(number)
     shards = run.provenance.shards(number)
-    entries = [item for phase in run.phases for item in phase.datasets if item.dataset == name]
+    # a blend may name a dataset twice: each place has its own row
+    place = run.provenance.dataset_names[:number].count(name)
+    entries = []
+    for phase in run.phases:
+        entries += [item for item in phase.datasets if item.dataset == name][place : place + 1]
     return {
         "number": number,
         "name": name,
@@ -315,7 +319,9 @@ def _changes(run: Run, number: int) -> list[str]:
     ):
         if old != new and old is not None and new is not None:
             changes.append(f"{name}: {old:,} → {new:,}")
-    shares = [{item.dataset: item.share for item in part.datasets} for part in (before, phase)]
+    shares = [
+        _sums((item.dataset, item.share) for item in part.datasets) for part in (before, phase)
+    ]
     names = sorted(shares[0] | shares[1], key=lambda name: -abs(_difference(shares, name)))
     changed = [name for name in names if abs(_difference(shares, name)) > 1e-9]
     for name in changed[:MAX_CHANGES]:
@@ -337,16 +343,21 @@ def _changes(run: Run, number: int) -> list[str]:
     return changes or ["nothing that is taken changes"]
 
 
+def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of each dataset, which a blend may name twice."""
+    sums: dict[str, float] = {}
+    for name, part in parts:
+        sums[name] = sums.get(name, 0) + part
+    return sums
+
+
 def _difference(shares: Sequence[Mapping[str, float]], name: str) -> float:
     return shares[1].get(name, 0.0) - shares[0].get(name, 0.0)
 
 
 def _figure(run: Run) -> dict[str, Any]:
     """The share of each dataset over the steps, as rectangles: a stack for each phase."""
-    totals: dict[str, int] = {}
-    for phase in run.phases:
-        for item in phase.datasets:
-            totals[item.dataset] = totals.get(item.dataset, 0) + item.samples
+    totals = _sums((item.dataset, item.samples) for phase in run.phases for item in phase.datasets)
     by_size = sorted(totals, key=lambda name: -totals[name])
     named = by_size if len(by_size) <= MAX_BANDS else by_size[: MAX_BANDS - 1]
     others = by_size[len(named) :]
@@ -361,7 +372,7 @@ def _figure(run: Run) -> dict[str, Any]:
             continue
         x = LEFT + inner_width * (steps[0] - 1) / run.last_step
         width = inner_width * (steps[1] - steps[0] + 1) / run.last_step
-        taken = {item.dataset: item.samples / phase.samples for item in phase.datasets}
+        taken = _sums((item.dataset, item.samples / phase.samples) for item in phase.datasets)
         shares = [taken.get(name, 0.0) for name in named]
         shares += [sum(taken.get(name, 0.0) for name in others)] if others else []
         y = float(TOP + inner_height)

@@ -118,6 +118,24 @@ def shown(site: FlaskClient, path: str) -> str:
     return text_of(answer.text)
 
 
+def test_a_dataset_that_a_blend_names_twice_is_counted_once_in_each_row_and_band(
+    folder: Path, tmp_path: Path
+) -> None:
+    web, code = f"{folder}/web", f"{folder}/code"
+    blend = [[web, 0.3], [code, 0.3], [web, 0.4]]
+    run_file = write_run_file(
+        tmp_path, data={"blend": blend, "order": "stream"}, train={"train_iters": 20}
+    )
+    run = Run(run_file, [], None)
+    seen = client_of(run).get("/").text
+    bands = re.findall(r"(\w+): ([\d.]+) % of steps", seen)
+    assert [name for name, _ in bands] == ["web", "code"]
+    assert sum(float(share) for _, share in bands) == pytest.approx(100, abs=0.2)
+    rows = Pages(run).overview({})["rows"]
+    assert sum(row["samples"] for row in rows) == 20 * 8
+    assert [row["share"] for row in rows] == pytest.approx([0.3, 0.3, 0.4])
+
+
 @pytest.mark.guarantee("view-shows-run")
 def test_a_run_shows_its_datasets_blend_and_phases(site: FlaskClient, folder: Path) -> None:
     page = site.get("/").text
