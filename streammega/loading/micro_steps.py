@@ -251,6 +251,9 @@ class MicroSteps:
             number = int(first_datasets(self.samples.locate(sample[None]))[0])
             config = self.samples.config
             origin = tokenizer_origin(prefixes_of(config, self.split)[number], config)
+            # on Python 3.13 its traceback leads to the frame of contextlib that holds it: a cycle, which
+            # would leave the loader to the garbage collector
+            error.__traceback__ = None
             raise FormatError(f"{origin}: {error}") from None
 
     def sample_joins(self, consumed: int) -> SampleJoins:
