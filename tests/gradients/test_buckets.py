@@ -395,6 +395,18 @@ def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
     assert_same_gradients(ours.module, theirs)
 
 
+def test_a_parameter_that_was_unused_has_its_gradient_in_the_next_step() -> None:
+    """Also without checks, where the host reads nothing of a step that uses all parameters."""
+    ours = BucketedDataParallel(make_net(), check_gradients=False)
+    theirs = make_net()
+    for step in range(2):
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss_of(model, ids_of(0, step, 0), rarely=step == 1).backward()
+        ours.finish_grad_sync()
+        assert_same_gradients(ours.module, theirs)
+
+
 def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> None:
     """On `meta` for want of a second device here: NCCL sums nothing of the host's."""
     model = BucketedDataParallel(torch.nn.Linear(4, 4, device="meta"))

@@ -113,7 +113,7 @@ def test_an_object_that_is_renewed_is_another_jobs(bucket: tuple[Store, Objects]
 
 @pytest.mark.parametrize("pid", ["7", "x", "self\0", [7], None, 1e400])
 def test_a_lock_whose_process_is_no_number_is_watched_as_any_other(
-    bucket: tuple[Store, Objects], pid: Any
+    bucket: tuple[Store, Objects], pid: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, objects = bucket
     first = ObjectLock(store, KEY)
@@ -121,6 +121,7 @@ def test_a_lock_whose_process_is_no_number_is_watched_as_any_other(
     first.release()
     objects[KEY] = json.dumps(record | {"pid": pid}).encode()
     ObjectLock(store, KEY).release()
+    assert "watching it for" in caplog.text
 
 
 def test_a_lock_that_is_no_record_is_taken_over(bucket: tuple[Store, Objects]) -> None:
