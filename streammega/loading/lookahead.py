@@ -93,7 +93,8 @@ class Lookahead:
         return group
 
     def plan(self) -> None:
-        """Plan windows until there is a group to gather and the fetcher has enough reads.
+        """Plan windows until there is a group to gather and the fetcher has enough reads, or the bytes
+        of that group are there: the caller may wait for it.
 
         The fetcher has enough as soon as one of them waits for memory.
         """
@@ -103,6 +104,8 @@ class Lookahead:
             if self._groups and (no_more_reads or self.has_enough_planned):
                 return
             self.plan_window()
+            if self._groups and all(buffer.ready for buffer in self._groups[0].buffers):
+                return
 
     @property
     def has_enough_planned(self) -> bool:

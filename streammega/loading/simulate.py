@@ -49,13 +49,17 @@ LISTED_BYTES = 320
 """Bytes of an object in the answer to a listing: S3's XML."""
 SHUFFLED_SAMPLES = 1 << 20
 """Most samples whose shuffling is measured."""
+REQUEST_SECONDS = 2e-4
+"""Seconds of a processor that a request takes: tools/bench/costs.py measures it."""
+CLIENT_SECONDS = 7e-3
+"""Seconds of a processor that obstore takes to make a client, once a rank: it reads certificates."""
 
 
 class Network(NamedTuple):
     """The storage as one rank meets it.
 
     latency: seconds to the first byte. connection_rate, rank_rate: bytes a second of a request, and of
-    all of the rank. request_rate: requests a second of this rank that are answered.
+    all of the rank. request_rate: requests a second that this rank sends at most.
     """
 
     latency: float
@@ -68,7 +72,7 @@ class Opening(NamedTuple):
     """What one rank does until its loader is open.
 
     requests, nbytes: by dataset. A listing counts for the first object that it finds. seconds: on this
-    machine, with answers that take the latency.
+    machine, with answers that take the latency and a processor's time.
     """
 
     requests: NDArray[np.int64]
@@ -133,6 +137,7 @@ def simulate_reads(
     batch_seconds: float,
     share_pages: bool = False,
     prefetch: int = 4,
+    request_seconds: float = REQUEST_SECONDS,
     progress: ProgressObserver | None = None,
 ) -> SimulatedReads:
     """Simulate how some data-parallel ranks of a run read, by the code that reads. Nothing has to
@@ -155,6 +160,7 @@ def simulate_reads(
         num_batches: micro-batches of each.
         batch_seconds: seconds that the training step needs for a micro-batch.
         share_pages: the ranks share a page cache, which is empty at first and has room for all.
+        request_seconds: seconds of a processor that a request takes. A rank sends one after the other.
         progress: receives micro-batches that were simulated.
 
     Raises ConfigError, FormatError for manifests.
@@ -162,9 +168,10 @@ def simulate_reads(
     if not ORDERS[config.order].has_lanes or config.phases or config.blend_schedule:
         raise ConfigError("only the stream order without phases is simulated; set order='stream'")
     rates = min(connection_rate, rank_rate, request_rate, batch_seconds)
-    if rates <= 0 or latency < 0 or num_batches < 1:
+    if rates <= 0 or min(latency, request_seconds) < 0 or num_batches < 1:
         raise ConfigError(
-            "rates, batch_seconds and num_batches are positive, latency is not negative"
+            "rates, batch_seconds and num_batches are positive, latency and request_seconds are not "
+            "negative"
         )
     if not dp_ranks or not all(0 <= rank < dp_size for rank in dp_ranks):
         raise ConfigError(f"dp_ranks is {list(dp_ranks)}; name ranks from 0 to {dp_size - 1}")
@@ -190,11 +197,12 @@ def simulate_reads(
             dp_size=dp_size,
         )
 
-    opened, opening = _measure_opening(bucket, open_dataset, latency)
+    opened, opening = _measure_opening(bucket, open_dataset, latency, request_seconds)
     steps = opened.steps
     segment = steps.samples.segment_at(0)
     order = segment.order
     assert order is not None
+    request_rate = 1 / max(1 / request_rate, request_seconds)
     network = Network(latency, connection_rate, rank_rate, request_rate)
     pages: set[tuple[str, int]] | None = set() if share_pages else None
     progress.begin("simulating", len(dp_ranks) * num_batches, " micro-batches")
@@ -224,10 +232,15 @@ def simulate_reads(
 
 
 def _measure_opening(
-    bucket: SimulatedBucket, open_dataset: Callable[[], StreamingDataset], latency: float
+    bucket: SimulatedBucket,
+    open_dataset: Callable[[], StreamingDataset],
+    latency: float,
+    request_seconds: float,
 ) -> tuple[StreamingDataset, Opening]:
     """Open twice: to count requests, which also imports modules and loads kernels; and to take the
     time, with answers that come late.
+
+    Of that time what the processor did not need is scaled to the latency.
     """
     bucket.start_counting(0.0)
     open_dataset()
@@ -235,11 +248,12 @@ def _measure_opening(
     requests = np.array([bucket.requests[number] for number in numbers], np.int64)
     nbytes = np.array([bucket.nbytes[number] for number in numbers], np.int64)
     slept = min(latency, MAX_OPENING_LATENCY)
-    bucket.start_counting(slept)
-    began = time.perf_counter()
+    bucket.start_counting(slept, request_seconds)
+    began, busy_before = time.perf_counter(), time.process_time()
     opened = open_dataset()
-    seconds = time.perf_counter() - began
-    return opened, Opening(requests, nbytes, seconds * (latency / slept if slept else 1.0))
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy_before
+    idle = max(0.0, seconds - busy) * (latency / slept if slept else 1.0)
+    return opened, Opening(requests, nbytes, CLIENT_SECONDS + min(busy, seconds) + idle)
 
 
 class SimulatedBucket(Store):
@@ -251,7 +265,6 @@ class SimulatedBucket(Store):
         """The number of each object's dataset."""
         self._sizes: dict[str, int] = {}
         self._bodies: dict[str, bytes] = {}
-        self._latency = 0.0
         self.start_counting(0.0)
         register_scheme(SCHEME, lambda: self)
         for number, (name, dataset) in enumerate(zip(self.names, datasets.values(), strict=True)):
@@ -275,11 +288,12 @@ class SimulatedBucket(Store):
         self._sizes[key] = size
         self.dataset_of[key] = dataset
 
-    def start_counting(self, latency: float) -> None:
-        """Count from 0, and let every answer take so many seconds."""
+    def start_counting(self, latency: float, busy_seconds: float = 0.0) -> None:
+        """Count from 0, and let every answer take so many seconds, and seconds of the processor."""
         self.requests: Counter[int] = Counter()
         self.nbytes: Counter[int] = Counter()
         self._latency = latency
+        self._busy_seconds = busy_seconds
 
     def _answer(self, key: str, nbytes: int) -> None:
         # An object that is not there belongs to the dataset whose name it begins with.
@@ -290,6 +304,9 @@ class SimulatedBucket(Store):
         self.nbytes[dataset] += nbytes
         if self._latency:
             time.sleep(self._latency)
+        free_at = time.thread_time() + self._busy_seconds
+        while time.thread_time() < free_at:  # holds the interpreter's lock, as a request does
+            pass
 
     def url(self, key: str) -> str:
         """The name of a key for other code."""

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from streammega.order.sharding import zigzag_bounds
 from streammega.storage.fetch import buffer_pool
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.requests import FetchGroup
 from tests.support.builders import write_dataset, write_lengths
 from tests.support.processes import python_environment
 from tests.support.streams import blend_of, config_of, storage_of, stream, write_data
@@ -504,7 +506,7 @@ def test_memory_is_planned_for_all_fields_of_a_batch(tmp_path: Path) -> None:
 
 
 def lookahead_with_room(
-    server: Running, cache: Path, samples: int, **limits: Any
+    server: Running, cache: Path, samples: int, fetcher: Fetcher | None = None, **limits: Any
 ) -> tuple[Lookahead, int]:
     """One that may plan far ahead, as memory and samples are no limit, and its slabs' batches.
 
@@ -516,7 +518,7 @@ def lookahead_with_room(
     reading = plan_reading(steps, 0, storage.memory_bytes)
     reading = replace(reading, memory=replace(reading.memory, **limits))
     positions = iter(range(0, samples, 4))
-    lookahead = Lookahead(steps, reading, positions, fetcher=None, stats=Stats())
+    lookahead = Lookahead(steps, reading, positions, fetcher=fetcher, stats=Stats())
     return lookahead, reading.memory.group_batches
 
 
@@ -548,6 +550,22 @@ def test_training_starts_with_the_first_parts(server: Running, tmp_path: Path) -
     assert planned[0] <= group_batches
     assert planned == sorted(planned)
     assert planned[-1] > planned[0]
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_what_is_there_is_handed_out_before_more_is_planned(
+    server: Running, tmp_path: Path, is_answered: bool
+) -> None:
+    class Answered(Fetcher):
+        def submit(self, groups: Sequence[FetchGroup]) -> None:
+            if is_answered:
+                for group in groups:
+                    group.missing = 0
+
+    with closing(Answered(StorageConfig())) as fetcher:
+        lookahead, _ = lookahead_with_room(server, tmp_path, 3000, fetcher=fetcher)
+        lookahead.plan()
+        assert (lookahead.batches == 1) == is_answered
 
 
 @pytest.mark.guarantee("memory-budget-never")

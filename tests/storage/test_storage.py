@@ -60,6 +60,7 @@ from streammega.storage.store import (
 )
 from tests.support.processes import python_environment
 from tests.support.servers import KEY, S3, SECRET, http_server
+from tools.bench.object_server import running
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -601,6 +602,20 @@ def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(
         ) as caught:
             call()
         assert "prefix has no" not in str(caught.value)
+
+
+def test_an_object_that_is_not_there_costs_a_client_one_request(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "empty").touch()
+    with running(tmp_path) as server:
+        config = StorageConfig(storage_options=server.storage_options)
+        store, key = open_store("s3://bucket/missing", config)
+        for requests in (1, 2):
+            with pytest.raises(ObjectNotFoundError):
+                store.info(key)
+            assert server.counts()["requests"] == requests
+        other, _ = open_store("s3://bucket/empty", dataclasses.replace(config, read_timeout=7.0))
+        assert other.info("empty").size == 0
 
 
 KEYS = (

@@ -7,7 +7,8 @@ their requests, bytes, start, waits and memory stand beside those that are simul
 Each rank takes a micro-batch every `STEP_SECONDS`, as a training step would. Kernels and modules are
 loaded before. "at first" is the first ten seconds, "later" the second half of the micro-batches; both
 count requests that a page cache answers too. "requests" are those of the server, with the opening. The
-last column says how busy the ranks and the server kept the cores.
+last column says how busy the ranks and the server kept the cores. The processor's time of a request,
+which all ranks and the server take of the same cores, is measured first.
 """
 
 from __future__ import annotations
@@ -104,6 +105,46 @@ def config_of(case: Case, batches: int, storage: Any) -> Any:
     )
 
 
+def loader_of(case: Case, rank: int, config: Any) -> Any:
+    """The loader of a rank."""
+    from streammega import StreamLoader
+
+    return StreamLoader(
+        config,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * case.ranks,
+        dp_rank=rank,
+        dp_size=case.ranks,
+    )
+
+
+def read_at_once(options: dict[str, Any], results: Any) -> None:
+    """Read without a pace, for the processor's time of a request."""
+    from streammega import StorageConfig
+
+    config = config_of(CASES[0], 2000, StorageConfig(storage_options=options))
+    for _ in range(2):  # the first time modules are imported
+        busy_before = sum(os.times()[:2])
+        with loader_of(CASES[0], 0, config) as loader:
+            for _ in loader:
+                pass
+            requests = loader.stats()["requests"]
+        results.put(((sum(os.times()[:2]) - busy_before), requests))
+
+
+def request_seconds(server: Running) -> tuple[float, float]:
+    """Seconds of a processor that a request takes a rank, and the server."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=read_at_once, args=(server.storage_options, results))
+    process.start()
+    results.get(timeout=100)
+    before = server_seconds(server)
+    busy, requests = results.get(timeout=100)
+    process.join()
+    return busy / requests, (server_seconds(server) - before) / requests
+
+
 def read(
     case: Case,
     rank: int,
@@ -114,31 +155,23 @@ def read(
     results: Any,
 ) -> None:
     """One rank, in a process of its own."""
-    from streammega import StorageConfig, StreamLoader
+    from streammega import StorageConfig
 
     cache = f"{folder}/pages-{case.title}" if case.has_cache else None
     storage = StorageConfig(
         storage_options=options, cache_dir=cache, max_in_flight_bytes=case.in_flight
     )
 
-    def loader_of(config: Any) -> Any:
-        return StreamLoader(
-            config,
-            micro_batch_size=MICRO_BATCH,
-            global_batch_size=MICRO_BATCH * case.ranks,
-            dp_rank=rank,
-            dp_size=case.ranks,
-        )
-
     # Without the cache, which must be empty, and at once: the server is not shaped yet.
-    with loader_of(config_of(case, 4, StorageConfig(storage_options=options))) as warm:
+    warm_config = config_of(case, 4, StorageConfig(storage_options=options))
+    with loader_of(case, rank, warm_config) as warm:
         for _ in warm:
             pass
     barrier.wait()
     barrier.wait()  # until the server is shaped
     busy_before = sum(os.times()[:2])
     began = time.perf_counter()
-    with loader_of(config_of(case, batches, storage)) as loader:
+    with loader_of(case, rank, config_of(case, batches, storage)) as loader:
         opened = time.perf_counter()
         marks = []
         waited = 0.0
@@ -228,9 +261,13 @@ def rates(marks: Any, begin: float, end: float) -> tuple[float, float]:
     return float(counted[1] - counted[0]) / seconds, float(fetched[1] - fetched[0]) / seconds
 
 
-def simulate(case: Case, root: Path, batches: int) -> dict[str, float]:
-    """The same figures, simulated."""
+def simulate(
+    case: Case, root: Path, batches: int, rank_busy: float, server_busy: float
+) -> dict[str, float]:
+    """The same figures, simulated. rank_busy, server_busy: seconds of a processor for a request."""
     from streammega import StorageConfig, simulate_reads
+
+    share = case.ranks / (os.cpu_count() or 1)
 
     datasets = {
         f"s3://data/{name}": (root / f"{name}.manifest.json").read_bytes() for name in SHARD_TOKENS
@@ -249,6 +286,7 @@ def simulate(case: Case, root: Path, batches: int) -> dict[str, float]:
         num_batches=batches,
         batch_seconds=case.step,
         share_pages=case.has_cache,
+        request_seconds=max(rank_busy, (rank_busy + server_busy) * share),
     )
     ranks = reads.ranks
 
@@ -288,10 +326,14 @@ def main() -> int:
         print(f"{harness.machine()}; each cell: measured, simulated, their ratio\n")
         cases = [CASES[number] for number in chosen.cases or range(len(CASES))]
         with running(folder / "objects") as server:
+            busy = request_seconds(server)
+            print(
+                f"a request takes a rank {busy[0] * 1e3:.2f} ms of a processor, the server {busy[1] * 1e3:.2f}\n"
+            )
             for number, case in enumerate(cases):
                 batches = int(chosen.seconds / case.step)
                 measured = measure(case, server, batches, str(folder))
-                simulated = simulate(case, folder / "objects" / "data", batches)
+                simulated = simulate(case, folder / "objects" / "data", batches, *busy)
                 if not number:
                     harness.table("run", *simulated, "cores busy")
                 print_row(case.title, measured, simulated)

@@ -35,7 +35,6 @@ from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import explain_fd_limit_of_connection
 from streammega.storage.http_errors import (
     CLOCK_DIFFERS,
-    EXPIRED,
     NO_RENEWAL,
     denied,
     failure_of_status,
@@ -147,16 +146,22 @@ class ObstoreStore(RemoteStore):
 
     @shares_answers
     def info(self, key: str) -> ObjectInfo:
-        """One HEAD request."""
+        """One HEAD request; a GET until an answer shows that the bucket exists.
+
+        An answer to HEAD has no body. So it cannot say that the bucket is missing.
+        """
         self._check_key(key)
 
         def head(client: Any) -> ObjectInfo:
+            info = None if self._bucket_seen else self._info_by_get(client, key)
+            if info is not None:
+                return info
             try:
-                meta = client.head(key)
+                return self._info_of(key, client.head(key))
             except Exception as error:
-                self._raise_cause(client, key, error)
+                if _REFUSED.search(str(error)):  # the answer to GET says why
+                    self._info_by_get(client, key)
                 raise
-            return self._info_of(key, meta)
 
         return self._call(key, head)
 
@@ -186,21 +191,19 @@ class ObstoreStore(RemoteStore):
             modified=modified.timestamp(),
         )
 
-    def _raise_cause(self, client: Any, key: str, error: Exception) -> None:
-        """Raise why HEAD failed, where the answer to GET says more: that to HEAD has no body.
-
-        The bucket may not exist, which is checked once, or credentials may have expired.
-        """
-        is_missing = isinstance(error, FileNotFoundError)
-        if (is_missing and self._bucket_seen) or not (is_missing or _REFUSED.search(str(error))):
-            return
+    def _info_by_get(self, client: Any, key: str) -> ObjectInfo | None:
+        """As the answer to a GET of one byte says. None for empty objects and servers without ranges."""
         try:
-            client.get_range(key, start=0, end=1)
-        except BaseException as cause:
-            text = str(cause)
-            if "NoSuchBucket" in text or CLOCK_DIFFERS in text or EXPIRED.search(text):
-                raise
-        self._bucket_seen = self._bucket_seen or is_missing
+            answer = client.get(key, options={"range": (0, 1)})
+            answer.bytes()
+        except Exception as error:
+            text = str(error)
+            if "status code: 416" in text or any(words in text for words in _RANGES_REFUSED):
+                return None
+            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
+                self._bucket_seen = True
+            raise
+        return self._info_of(key, answer.meta)
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
         """All but the last by one call, whose requests are concurrent.
