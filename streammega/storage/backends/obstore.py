@@ -58,6 +58,8 @@ from streammega.storage.store import (
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = re.compile(r"status code: 40[013]")
 """In errors of answers that may say that credentials have expired, or that the clock differs."""
+_NO_BYTE = re.compile(r"status code: (405|416|501)")
+"""In errors of answers to a GET of one byte: there is none, or no such request."""
 _DEBUG_DUMP = "\n\nDebug source"
 """Begins the part of obstore's messages that is not for users."""
 _CAUSE = re.compile(
@@ -198,7 +200,7 @@ class ObstoreStore(RemoteStore):
             answer.bytes()
         except Exception as error:
             text = str(error)
-            if "status code: 416" in text or any(words in text for words in _RANGES_REFUSED):
+            if _NO_BYTE.search(text) or any(words in text for words in _RANGES_REFUSED):
                 return None
             if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
                 self._bucket_seen = True
