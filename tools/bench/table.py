@@ -214,13 +214,13 @@ def rivals_of(by_side: Mapping[str, float], fields: str, workers: str) -> list[s
 
 
 def print_epochs(measured: Mapping[str, Sequence[Result]], where: str, goal: str) -> None:
-    """Each of our sides, compared with every other loader that gives the same fields."""
+    """Each of our sides, in M tokens/s, and every other loader that gives the same fields."""
     rates = medians_of(measured, "rate")
     peaks = medians_of(measured, "peak")
 
     def compare(what: str, side: str, rival: str, goal: str) -> None:
         memory = f"{peaks[rival] / 1e6:,.0f}, {peaks[side] / 1e6:,.0f}"
-        title = f"whole shuffled epoch, {where}, {what}, M tokens/s, vs {rival}"
+        title = f"epoch, {where}, {what}, vs {rival}"
         ours, theirs = rates[side] / 1e6, rates[rival] / 1e6
         print_row(
             title.replace(rival, named(rival)),
@@ -437,7 +437,7 @@ def openings(chosen: Chosen) -> None:
             server.behave(latency=delay, latency_of_all=True)
             for name, what in opening.OPENINGS.items():
                 seconds = opening.seconds_to_open(server, what, chosen.runs)
-                title = f"opening {name}, {where}, seconds: cold; from the local cache"
+                title = f"opening {name}, {where}, seconds: cold; cached"
                 cells = f"{seconds['cold']:.2f}; {seconds['again']:.2f}"
                 goal = "1 s; 0.3 s" if what == "blend" else "2 s; 0.3 s"
                 harness.row(title, "", cells, "", goal, "")
