@@ -98,7 +98,7 @@ def test_a_need_that_no_loader_meets_ends_with_1(web: str, measure: Any) -> None
     ("behaviour", "settings", "words"),
     [
         (
-            {"latency": 0.4},
+            {"latency": 0.1},
             {"max_in_flight_bytes": 1 << 20},
             "raise max_in_flight_bytes from 1,048",
         ),
