@@ -128,7 +128,7 @@ class ObstoreStore(RemoteStore):
         super().__init__(scheme, root, config)
         self._urls: dict[str, str] = {}  # kept, since each request needs one
         self._redacted = redaction_of(config.storage_options)
-        self._bucket_seen = False
+        self._bucket_seen = scheme in ("http", "https")  # they have none
         deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
         self._last_policy = replace(self._policy, deadline=deadline)
 
