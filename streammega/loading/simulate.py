@@ -52,7 +52,7 @@ SHUFFLED_SAMPLES = 1 << 20
 REQUEST_SECONDS = 2e-4
 """Seconds of a processor that a request takes: tools/bench/costs.py measures it."""
 CLIENT_SECONDS = 7e-3
-"""Seconds of a processor that obstore takes to make a client, once a rank: it reads certificates."""
+"""Seconds of a processor that obstore takes to make a client of S3, once a rank."""
 
 
 class Network(NamedTuple):

@@ -268,7 +268,6 @@ def simulate(
     from streammega import StorageConfig, simulate_reads
 
     share = case.ranks / (os.cpu_count() or 1)
-
     datasets = {
         f"s3://data/{name}": (root / f"{name}.manifest.json").read_bytes() for name in SHARD_TOKENS
     }
