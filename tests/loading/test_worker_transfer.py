@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -240,6 +242,32 @@ def test_the_pipe_of_a_worker_has_room_for_several_batches(config: DataConfig, m
     next(batches)
     pipe = batches._worker_result_queue._reader.fileno()
     assert fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) == 1 << 20
+
+
+class _FrozenCounts(IterableDataset[int]):
+    """Yields how many objects the garbage collector of this process leaves alone."""
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in self.dataset:
+            yield gc.get_freeze_count()
+
+
+def test_a_worker_and_no_other_process_leaves_what_it_imported_to_no_collection(
+    config: DataConfig,
+) -> None:
+    gc.unfreeze()
+    try:
+        counts = _FrozenCounts(dataset_of(config))
+        loader: Any = DataLoader(
+            counts, batch_size=None, num_workers=1, multiprocessing_context="fork"
+        )
+        assert min(loader) > 50_000
+        assert set(counts) == {0}
+    finally:
+        gc.freeze()
 
 
 def _negated(batch: Any) -> Any:

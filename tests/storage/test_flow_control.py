@@ -15,6 +15,7 @@ from streammega.storage.fetch.flow_control import (
     BATCH_REQUESTS,
     FAR_AFTER,
     FAR_BYTES,
+    FIRST_ALONE,
     FIRST_HEDGES,
     FIRST_INTERVAL,
     HEDGE_AFTER,
@@ -275,11 +276,22 @@ def test_after_a_straggler_of_far_storage_requests_go_alone_until_enough_are_ans
 # Latencies.
 
 
+def test_the_first_requests_go_alone_until_one_is_answered() -> None:
+    flow = flow_with()
+    size_class = size_class_of(KIB)
+    for _ in range(FIRST_ALONE):
+        assert flow.batch_requests(size_class) == flow.full_batch(KIB, 1000) == 1
+        flow.started(KIB)
+    assert flow.batch_requests(size_class) == BATCH_REQUESTS, "the first batch needs fewer"
+    flow.finished(KIB)
+    flow.answered(size_class, 1, 1.0)
+    assert flow.batch_requests(size_class) == BATCH_REQUESTS
+
+
 def test_more_go_together_where_storage_is_near_and_each_size_is_judged_by_itself() -> None:
     flow = flow_with()
     small = size_class_of(KIB)
     large = size_class_of(MIB)
-    assert flow.batch_requests(small) == BATCH_REQUESTS, "nothing is known of it"
     flow.answered(small, 1, NEAR)
     assert flow.batch_requests(small) == BATCH_REQUESTS
     flow.answered(small, 1, NEAR / 2)

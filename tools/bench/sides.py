@@ -172,9 +172,12 @@ class Sleeper(threading.Thread):
 def paced(a: Result) -> Result:
     """A consumer that takes so many bytes a second: how long it waits for data after a warm-up.
 
-    With `busy` it computes in Python between batches, in place of sleeping. With `workers` a torch
-    DataLoader with so many forked workers reads.
+    With `busy` it computes in Python between batches, in place of sleeping, and gives the interpreter
+    to other threads every `switch_interval` seconds. With `workers` a torch DataLoader with so many
+    forked workers reads.
     """
+    if "switch_interval" in a:
+        sys.setswitchinterval(a["switch_interval"])
     import torch
 
     import streammega as sm

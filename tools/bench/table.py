@@ -452,7 +452,9 @@ def stalls(chosen: Chosen) -> None:
 @FIGURES.figure(by_default=False)
 def busy_stalls(chosen: Chosen) -> None:
     """The same with a main thread that computes in Python all the time."""
-    waits_of(chosen, "stalls with a busy main thread", busy=True)
+    for interval in (0.005, 0.0005):  # the first is Python's
+        what = f"stalls with a busy main thread, switch interval {1e3 * interval:g} ms"
+        waits_of(chosen, what, busy=True, switch_interval=interval)
 
 
 @FIGURES.figure(by_default=False)

@@ -6,8 +6,8 @@
    it again, as the congestion window of TCP.
 3. Pace: after many refusals in a row the server counts requests per second. Requests then go one
    by one, further apart after each refusal and closer after each answer.
-4. Batches: small requests of one object go out together, more of them where storage is near. After
-   a refusal they go out alone for a while, and after a straggler of far storage too.
+4. Batches: small requests of one object go out together, more of them where storage is near. They
+   go out alone before the first answer, and for a while after a refusal or a straggler of far storage.
 
 No clock and no lock: the fetcher passes the time and holds its own lock.
 """
@@ -41,6 +41,10 @@ BATCH_REQUESTS = 8
 """Requests of a batch. Every return from the transport waits for the GIL, so there should be few."""
 NEAR_BATCH_REQUESTS = 24
 """Requests of a batch where storage is near: a round trip is less than the work of a thread."""
+FIRST_ALONE = 32
+"""Requests that go out alone before the first answer: the training loop waits for them, and a batch
+takes two round trips, the second one for its last request.
+"""
 ALONE_AFTER_REFUSAL = 64
 """Answers after a refusal until requests go out together again: a refusal of one of a batch loses the
 answers of all.
@@ -204,7 +208,8 @@ class FlowControl:
 
     def batch_requests(self, size_class: int) -> int:
         """How many small requests may go out together."""
-        if self.pace.interval or self._alone:
+        is_first = not self._answers and self.requests < FIRST_ALONE
+        if self.pace.interval or self._alone or is_first:
             return 1
         return NEAR_BATCH_REQUESTS if self.latencies.is_near(size_class) else BATCH_REQUESTS
 
