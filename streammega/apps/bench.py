@@ -32,7 +32,9 @@ INTERRUPTED = 130
 
 
 class Setup(NamedTuple):
-    """What is read: rank 0 of `dp_size`. need: tokens per second of this loader; 0: not known."""
+    """What is read: rank 0 of `dp_size`. need: tokens per second of this loader; 0: not known.
+    has_default_sizes: sizes of samples and micro-batches may be others than the run's.
+    """
 
     name: str
     data: DataConfig
@@ -40,6 +42,7 @@ class Setup(NamedTuple):
     global_batch_size: int
     dp_size: int
     need: float
+    has_default_sizes: bool = False
 
 
 def bench(
@@ -83,8 +86,8 @@ def bench(
         for name, value in options.items():
             if value is not None:
                 raise ConfigError(
-                    f"{name}: {blend[0]} has this setting; to change it, write section.name=value "
-                    f"after the file"
+                    f"{name}: {blend[0]} decides it; to change it, write section.name=value after "
+                    f"the file"
                 )
         setup = _setup_of_run(blend[0], blend[1:], per_gpu, gpus)
     else:
@@ -98,7 +101,8 @@ def bench(
             split="1,0,0",
             storage=storage_config(storage, storage_file),
         )
-        setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu)
+        has_default_sizes = sequence_length is None or micro_batch_size is None
+        setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu, has_default_sizes)
     report: Report = {}
     code = 0
     with ProgressDisplay("starting", line_every=2.0) as progress:
@@ -142,7 +146,14 @@ def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator
     from streammega import StreamLoader
 
     storage = setup.data.storage
-    yield {"data": setup.name, "order": setup.data.order, "dp_size": setup.dp_size, "need": None}
+    yield {
+        "data": setup.name,
+        "order": setup.data.order,
+        "dp_size": setup.dp_size,
+        "micro_batch_size": setup.micro_batch_size,
+        "sequence_length": setup.data.sequence_length,
+        "need": None,
+    }
     # a server that is gone ends the command in time
     storage = storage.changed(retry_timeout=min(storage.retry_timeout, max(5.0, seconds)))
     before = resident_bytes()
@@ -261,6 +272,12 @@ def advice(report: Report, setup: Setup) -> list[str]:
     is_met = bool(need and need["is_met"])
     if is_met:
         lines.append(f"nothing is needed: full speed is {_times(need)} times the need")
+    if need and setup.has_default_sizes:
+        lines.append(
+            f"this holds for micro-batches of {setup.micro_batch_size} x "
+            f"{setup.data.sequence_length:,} tokens: give --sequence-length and --micro-batch-size "
+            f"of your run, or its file"
+        )
     if storage.cache_dir:
         folder = Path(storage.cache_dir)
         for finding in check_disk("cache_dir", "cache_dir", folder, measures=False):
@@ -268,8 +285,9 @@ def advice(report: Report, setup: Setup) -> list[str]:
                 lines.append(f"cache_dir: {finding.result}: {finding.remedy}")
     if figures["throttled"]:
         lines.append(
-            f"the store refused {figures['throttled']:,} requests (429, 503): set cache_dir, run "
-            f"fewer jobs on the bucket, or take larger shuffle_block_bytes before the run"
+            f"the store refused {figures['throttled']:,} requests (429, 503): have its limit raised, "
+            f"set cache_dir, run fewer jobs on the bucket, or take larger shuffle_block_bytes before "
+            f"the run"
         )
     elif not is_met and figures["waited_share"] < FULL_SPEED_WAITS:
         lines.append(
@@ -279,7 +297,13 @@ def advice(report: Report, setup: Setup) -> list[str]:
     elif not is_met:
         latency = figures["request_median_seconds"]
         bytes_per_second = figures["fetched_bytes"] / figures["seconds"]
-        if bytes_per_second * latency > storage.max_in_flight_bytes / 4:
+        in_flight = figures["requests"] / figures["seconds"] * latency
+        if in_flight > storage.max_concurrent_requests / 2:
+            lines.append(
+                f"{in_flight:,.0f} requests of {1e3 * latency:,.0f} ms are in flight: raise "
+                f"max_concurrent_requests from {storage.max_concurrent_requests:,}"
+            )
+        elif bytes_per_second * latency > storage.max_in_flight_bytes / 4:
             lines.append(
                 f"storage is far ({1e3 * latency:,.0f} ms): raise max_in_flight_bytes from "
                 f"{storage.max_in_flight_bytes:,}, set cache_dir, or use a bucket nearby"
@@ -287,8 +311,8 @@ def advice(report: Report, setup: Setup) -> list[str]:
         mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
         if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
             lines.append(
-                f"requests are small ({mean_bytes / 1024:,.0f} KiB): take larger "
-                f"shuffle_block_bytes before the run, the stream order, or a cache_dir"
+                f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take the "
+                f"stream order or larger shuffle_block_bytes before the run"
             )
         if figures["amplification"] > HIGH_AMPLIFICATION:
             lines.append(
@@ -298,7 +322,7 @@ def advice(report: Report, setup: Setup) -> list[str]:
         lines.append(
             "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
         )
-    if report["first_batch_seconds"] > SLOW_START_SECONDS:
+    if report["first_batch_seconds"] > SLOW_START_SECONDS and not figures["throttled"]:
         lines.append(
             "the first batch is late: `streammega warmup` compiles kernels, `streammega prepare` "
             "builds indices, and a manifest spares listings"
@@ -308,7 +332,11 @@ def advice(report: Report, setup: Setup) -> list[str]:
 
 def bench_text(report: Report) -> str:
     """The report for people, as far as it was measured."""
-    lines = [f"{report['data']}: {report['order']} order, rank 0 of {report['dp_size']}", ""]
+    lines = [
+        f"{report['data']}: {report['order']} order, rank 0 of {report['dp_size']}, micro-batches of "
+        f"{report['micro_batch_size']} x {report['sequence_length']:,} tokens",
+        "",
+    ]
     if "first_batch_seconds" in report:
         first, opened = report["first_batch_seconds"], report["open_seconds"]
         lines.append(f"first batch   {first:.1f} s, {opened:.1f} of them to open the data")

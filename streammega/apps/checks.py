@@ -526,7 +526,10 @@ class Examination:
                 yield ok("data disk", f"{mount} ({kind})")
         if self.config.cache_dir:
             folder = Path(self.config.cache_dir)
-            yield from check_disk("cache_dir", "cache_dir", folder, measures=True)
+            for finding in check_disk("cache_dir", "cache_dir", folder, measures=True):
+                if finding.status == "fault":
+                    self.changes["cache_dir"] = None
+                yield finding
         folder = default_cache_dir()
         yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
 
@@ -619,6 +622,7 @@ def recommended_storage(
         if item.name != "storage_options" and value != getattr(defaults, item.name):
             settings[item.name] = str(value) if isinstance(value, Path) else value
     settings |= {name: value for name, value in changes.items() if name != "storage_options"}
+    settings = {name: value for name, value in settings.items() if value is not None}
     options = {**config.storage_options, **changes.get("storage_options", {})}
     public = _public(options)
     if public:

@@ -42,6 +42,8 @@ COUNTED_APART = 3
 or too low.
 """
 CACHE_DIFFERS = 0.2
+SLOW_SECONDS = 0.1
+"""Median seconds of a request from which storage is slow, if no rank differs."""
 LATENCY_DIFFERS = 0.005
 """Seconds by which requests are slower, if that explains something."""
 
@@ -452,6 +454,11 @@ def _why_it_waits(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -
         return (
             f"{_percent(row['cache_share'])} of its bytes come from the cache, of theirs "
             f"{_percent(usual('cache_share'))}; look at its cache_dir"
+        )
+    if latency >= SLOW_SECONDS:  # ranks in step hide that the others would wait too
+        return (
+            f"storage is slow for all, {1e3 * latency:,.0f} ms a request; run `streammega doctor`, "
+            f"`streammega bench`"
         )
     return "its requests are as fast as theirs; look at its processors and disk"
 

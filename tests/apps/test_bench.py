@@ -94,6 +94,17 @@ def test_a_need_that_no_loader_meets_ends_with_1(web: str, measure: Any) -> None
 
 
 @pytest.mark.guarantee("bench-measures-need")
+def test_a_verdict_on_default_sizes_says_so(web: str, measure: Any) -> None:
+    need = ("--tokens-per-second-per-gpu", "1e15")
+    words = "this holds for micro-batches of 4 x 4,096 tokens: give --sequence-length"
+    sizes = ("--micro-batch-size", "4")
+    _, report = measure(web, *need, *sizes)
+    assert any(line.startswith(words) for line in report["advice"]), report
+    _, report = measure(web, *need, *sizes, "--sequence-length", "4096")
+    assert not any("this holds" in line for line in report["advice"]), report
+
+
+@pytest.mark.guarantee("bench-measures-need")
 @pytest.mark.parametrize(
     ("behaviour", "settings", "words"),
     [
@@ -102,6 +113,7 @@ def test_a_need_that_no_loader_meets_ends_with_1(web: str, measure: Any) -> None
             {"max_in_flight_bytes": 1 << 20},
             "raise max_in_flight_bytes from 1,048",
         ),
+        ({"latency": 0.1}, {"max_concurrent_requests": 2}, "raise max_concurrent_requests from 2"),
         ({"bandwidth": 200_000}, {}, "storage is the limit"),
         ({}, {"max_request_bytes": 4096, "coalesce_gap_bytes": 0}, "requests are small"),
     ],

@@ -424,6 +424,19 @@ def test_a_local_folder_is_examined_and_a_full_cache_disk_is_named(
     assert report["storage"] == {"cache_dir": str(tmp_path / "cache")}
 
 
+@pytest.mark.guarantee("doctor-names-faults")
+def test_a_cache_folder_that_is_a_fault_is_not_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "web", [np.arange(1000)])
+    write_storage(tmp_path / "storage.toml", {}, cache_dir="/proc/nothing", read_timeout=7.0)
+    command = ["doctor", str(tmp_path / "web"), "--json", "--seconds", str(SECONDS)]
+    assert main([*command, "--storage-file", str(tmp_path / "storage.toml")]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert any(item["check"] == "cache_dir" for item in report["checks"][: report["faults"]])
+    assert report["storage"] == {"read_timeout": 7.0}
+
+
 def test_a_gpu_without_its_torch_and_a_low_limit_of_files_are_named(
     tmp_path: Path, examine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
