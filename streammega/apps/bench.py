@@ -295,6 +295,7 @@ def advice(report: Report, setup: Setup) -> list[str]:
             "more processors"
         )
     elif not is_met:
+        known = len(lines)
         latency = figures["request_median_seconds"]
         bytes_per_second = figures["fetched_bytes"] / figures["seconds"]
         in_flight = figures["requests"] / figures["seconds"] * latency
@@ -311,17 +312,18 @@ def advice(report: Report, setup: Setup) -> list[str]:
         mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
         if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
             lines.append(
-                f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take the "
-                f"stream order or larger shuffle_block_bytes before the run"
+                f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take "
+                f"larger shuffle_block_bytes of the stream order before the run"
             )
         if figures["amplification"] > HIGH_AMPLIFICATION:
             lines.append(
                 f"{figures['amplification']:.1f} bytes are read for each that is used: raise "
                 f"memory_bytes"
             )
-        lines.append(
-            "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
-        )
+        if len(lines) == known:
+            lines.append(
+                "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
+            )
     if report["first_batch_seconds"] > SLOW_START_SECONDS and not figures["throttled"]:
         lines.append(
             "the first batch is late: `streammega warmup` compiles kernels, `streammega prepare` "

@@ -154,6 +154,8 @@ def test_kernels_of_another_version_of_their_file_are_never_loaded(tmp_path: Pat
     surroundings = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "PYTHONPATH": str(tmp_path)}
     one, _ = run(CALL, **surroundings)
     kernels.write_text(PLUS.format(number=2))
+    later = kernels.stat().st_mtime + 10
+    os.utime(kernels, (later, later))  # within a second Python would take its own .pyc
     run(KILLED_BEFORE_THE_CODE + CALL, **surroundings)
     two, _ = run(CALL, **surroundings)
     assert (one, two) == (1, 2)

@@ -235,6 +235,7 @@ def test_flow_control_is_told_of_refusals_that_a_batch_outlived(server: HttpObje
     fetcher = Fetcher(
         StorageConfig(memory_bytes=1 << 20, max_concurrent_requests=8, hedge_requests=False)
     )
+    fetcher.flow.answered(requests[0].size_class, 1, 0.01)  # before an answer none go together
     group = FetchGroup(1008, requests)
     fetcher.submit([group])
     fetcher.wait([group])
