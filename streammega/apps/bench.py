@@ -16,7 +16,7 @@ from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, StreammegaError
 
 if TYPE_CHECKING:
-    from streammega import DataConfig, StreamLoader
+    from streammega import DataConfig, StorageConfig, StreamLoader
     from streammega.cli.progress import ProgressDisplay
 
 RUN = ".toml"
@@ -295,39 +295,44 @@ def advice(report: Report, setup: Setup) -> list[str]:
             "more processors"
         )
     elif not is_met:
-        known = len(lines)
-        latency = figures["request_median_seconds"]
-        bytes_per_second = figures["fetched_bytes"] / figures["seconds"]
-        in_flight = figures["requests"] / figures["seconds"] * latency
-        if in_flight > storage.max_concurrent_requests / 2:
-            lines.append(
-                f"{in_flight:,.0f} requests of {1e3 * latency:,.0f} ms are in flight: raise "
-                f"max_concurrent_requests from {storage.max_concurrent_requests:,}"
-            )
-        elif bytes_per_second * latency > storage.max_in_flight_bytes / 4:
-            lines.append(
-                f"storage is far ({1e3 * latency:,.0f} ms): raise max_in_flight_bytes from "
-                f"{storage.max_in_flight_bytes:,}, set cache_dir, or use a bucket nearby"
-            )
-        mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
-        if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
-            lines.append(
-                f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take "
-                f"larger shuffle_block_bytes of the stream order before the run"
-            )
-        if figures["amplification"] > HIGH_AMPLIFICATION:
-            lines.append(
-                f"{figures['amplification']:.1f} bytes are read for each that is used: raise "
-                f"memory_bytes"
-            )
-        if len(lines) == known:
-            lines.append(
-                "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
-            )
+        lines += _storage_limits(figures, storage) or [
+            "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
+        ]
     if report["first_batch_seconds"] > SLOW_START_SECONDS and not figures["throttled"]:
         lines.append(
             "the first batch is late: `streammega warmup` compiles kernels, `streammega prepare` "
             "builds indices, and a manifest spares listings"
+        )
+    return lines
+
+
+def _storage_limits(figures: Report, storage: StorageConfig) -> list[str]:
+    """What limits the reading, as far as the figures of full speed say."""
+    lines = []
+    latency = figures["request_median_seconds"]
+    in_flight = figures["requests"] / figures["seconds"] * latency
+    bytes_in_flight = figures["fetched_bytes"] / figures["seconds"] * latency
+    # These are means: a limit is not reached all of the time, least where the loop stops to plan.
+    if in_flight > storage.max_concurrent_requests / 2:
+        lines.append(
+            f"{in_flight:,.0f} requests of {1e3 * latency:,.0f} ms are in flight: raise "
+            f"max_concurrent_requests from {storage.max_concurrent_requests:,}"
+        )
+    elif bytes_in_flight > storage.max_in_flight_bytes / 4:
+        lines.append(
+            f"storage is far ({1e3 * latency:,.0f} ms): raise max_in_flight_bytes from "
+            f"{storage.max_in_flight_bytes:,}, set cache_dir, or use a bucket nearby"
+        )
+    mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
+    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
+        lines.append(
+            f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take larger "
+            f"shuffle_block_bytes of the stream order before the run"
+        )
+    if figures["amplification"] > HIGH_AMPLIFICATION:
+        lines.append(
+            f"{figures['amplification']:.1f} bytes are read for each that is used: raise "
+            f"memory_bytes"
         )
     return lines
 

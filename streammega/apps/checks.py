@@ -622,6 +622,7 @@ def recommended_storage(
         if item.name != "storage_options" and value != getattr(defaults, item.name):
             settings[item.name] = str(value) if isinstance(value, Path) else value
     settings |= {name: value for name, value in changes.items() if name != "storage_options"}
+    # None: a setting that is a fault, as a cache_dir that cannot be written
     settings = {name: value for name, value in settings.items() if value is not None}
     options = {**config.storage_options, **changes.get("storage_options", {})}
     public = _public(options)

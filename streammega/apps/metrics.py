@@ -455,10 +455,10 @@ def _why_it_waits(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -
             f"{_percent(row['cache_share'])} of its bytes come from the cache, of theirs "
             f"{_percent(usual('cache_share'))}; look at its cache_dir"
         )
-    if latency >= SLOW_SECONDS:  # ranks in step hide that the others would wait too
+    if latency >= SLOW_SECONDS:  # of ranks in step one waits for data, and the others for it
         return (
-            f"storage is slow for all, {1e3 * latency:,.0f} ms a request; run `streammega doctor`, "
-            f"`streammega bench`"
+            f"requests take {1e3 * latency:,.0f} ms on every rank; `streammega doctor` and "
+            f"`streammega bench` find why"
         )
     return "its requests are as fast as theirs; look at its processors and disk"
 

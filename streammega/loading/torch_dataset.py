@@ -224,7 +224,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 begun.start,
             )
         in_worker = torch.utils.data.get_worker_info() is not None
-        is_frozen = not in_worker or gc.get_freeze_count() > 0
+        must_freeze = in_worker and gc.get_freeze_count() == 0
 
         def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
             """Make the engine that reads one phase."""
@@ -234,11 +234,11 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         batches = iterate_batches(steps, begun.start, make_engine, lambda: self._state.check(begun))
         with closing(batches):
             for consumed, batch, engine in batches:
-                if not is_frozen:
+                if must_freeze:
                     # Modules and kernels are loaded. A full collection that goes over them takes
                     # longer than the batches last that this worker has sent ahead.
                     gc.freeze()
-                    is_frozen = True
+                    must_freeze = False
                 output: Any = batch
                 if engine.ids_only:
                     with engine.steps.naming_datasets(consumed):
