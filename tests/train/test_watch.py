@@ -47,6 +47,8 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
     watch = Watchdog(dist.PrefixStore("watch", store), rank, 3, timeout)
     # as the trainer's: it can only run when the main thread does
     signal.signal(signal.SIGTERM, lambda *_: None)
+    # Together: on a busy machine a rank that is late would be ended before it is ready.
+    dist.barrier()
     watch.enter_phase("reducing", 5)
     time.sleep(1.2)  # until the next beat, which says so
     print("ready", flush=True)
