@@ -351,7 +351,7 @@ def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(
     finally:
         process.kill()  # or the tests that follow would share the machine with it
         process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == 130, error
     assert "Traceback" not in error
     assert not list((tmp_path / "out").glob("p*"))
 
