@@ -94,6 +94,7 @@ def run_parallel(
 def _run_in_threads(
     work: Work, numbers: Sequence[int], workers: int, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
+    are_given = threading.Event()
     stopped = threading.Event()
     # The caller's function need not be one that threads may call at once.
     lock = threading.Lock()
@@ -106,16 +107,22 @@ def _run_in_threads(
         with lock:
             progress(size, tokens)
 
+    def do(number: int) -> Any:
+        # The pool does not wait for a thread that Ctrl-C left half started: it must not work.
+        are_given.wait()
+        if stopped.is_set():
+            raise ConvertError("interrupted")
+        return work(number, report)
+
     with ThreadPoolExecutor(workers) as pool:
-        running: dict[Future[Any], int] = {}
         try:
-            # Ctrl-C comes here too: the first threads are at work before the last number is given.
-            for number in numbers:
-                running[pool.submit(work, number, report)] = number
+            running = {pool.submit(do, number): number for number in numbers}
+            are_given.set()
             for future in as_completed(running):
                 yield running[future], future.result()
         finally:
             stopped.set()
+            are_given.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -12,8 +12,8 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -603,28 +603,28 @@ def test_a_worker_that_dies_while_others_start_is_replaced(
     assert "a worker was killed" in caplog.text
 
 
-def test_threads_end_if_tasks_are_interrupted_while_they_are_handed_out(
+def test_no_task_begins_if_they_are_interrupted_while_they_are_handed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that nobody told would do all that they were given: Ctrl-C would seem to be lost."""
-    submit = ThreadPoolExecutor.submit
-    done: list[int] = []
+    """The pool does not wait for a thread that was half started: what it wrote would meet a removal
+    of the work folder. Those that nobody told would do all that they were given.
+    """
+    start = threading.Thread.start
+    begun: list[int] = []
 
-    def slow(number: int, progress: Any) -> None:
-        for _ in range(100):
-            time.sleep(0.01)
-            progress(1, 0)
-        done.append(number)
-
-    def interrupted(pool: Any, function: Any, number: int, progress: Any) -> Any:
-        if number == 5:
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.endswith("_1"):
+            time.sleep(0.05)
             raise KeyboardInterrupt
-        return submit(pool, function, number, progress)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    def work(number: int, progress: Any) -> None:
+        begun.append(number)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(run_parallel(slow, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
-    assert not done
+        list(run_parallel(work, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
+    assert not begun
 
 
 def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
