@@ -102,8 +102,15 @@ def test_what_was_published_damaged_is_named_and_never_believed(tmp_path: Path) 
             fetched("damaged")
 
 
-def test_a_kept_array_whose_header_is_no_python_is_named(tmp_path: Path) -> None:
-    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i8', 'fo".ljust(118)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{'descr': '<i8', 'fo",
+        b"{'descr': ', <i8', 'fortran_order': False, 'shape': (0, 2), }",
+    ],
+)
+def test_a_kept_array_whose_header_is_no_python_is_named(tmp_path: Path, text: bytes) -> None:
+    header = b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(118)
     (tmp_path / "key-a.npy").write_bytes(header + xxhash.xxh3_64_digest(header))
     with pytest.raises(CacheError, match=r"key-a\.npy: is no readable array"):
         cached_arrays(tmp_path, "key", KIND, dict)

@@ -213,7 +213,12 @@ class PieceReader:
             missing -= len(piece)
             pieces.append(piece)
         if not pieces and missing and self._error is not None:
-            raise self._error
+            # An error that is kept would keep, by its traceback, the decompressor and all readers.
+            error, self._error = self._error, EOFError("its reading ended with an error")
+            try:
+                raise error
+            finally:
+                del error
         return b"".join(pieces)
 
     def _has_more(self) -> bool:

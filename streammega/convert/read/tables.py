@@ -134,7 +134,8 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
             try:
                 wanted.validate(full=True)
             except pa.ArrowInvalid:
-                yield from _rows(wanted.slice(0, _sound_rows(wanted)), paths, source, row)
+                if rows := _sound_rows(wanted):
+                    yield from _rows(wanted.slice(0, rows), paths, source, row)
                 raise
             yield from _rows(wanted, paths, source, row)
             row += batch.num_rows
