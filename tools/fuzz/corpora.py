@@ -32,6 +32,7 @@ TEXTS = ("one", "two words", "é中\U0001f600", 'a "quote", a comma', "x" * 300)
 RECORDS = [{"text": text, "id": str(number)} for number, text in enumerate(TEXTS)]
 MAX_RECORD_BYTES = 1 << 20
 """Bytes of a record, and of what a second reader decompresses."""
+BATCH_DOCUMENTS = 64
 Documents = list[bytes]
 Reader = Callable[[bytes], "Documents | None"]
 """A plain reader: the documents of a file, or None where it has no opinion."""
@@ -80,16 +81,24 @@ class _Reader:
         piece = Slice(input=Input(path=path, format=self.format, size=size, etag=""))
         skipped = Skipped()
         documents: Documents = []
+        raw: list[RawDocument] = []
         for item in read_slice(piece, self.options, STORAGE, skipped):
-            tokens = item if isinstance(item, Tokens) else self._encode(item, skipped)
-            documents += _bytes_of(tokens)
-        return documents
+            if isinstance(item, RawDocument):
+                raw.append(item)
+            if len(raw) == BATCH_DOCUMENTS or isinstance(item, Tokens):
+                documents += self._encode(raw, skipped)
+                raw = []
+            if isinstance(item, Tokens):
+                documents += _bytes_of(item)
+        return documents + self._encode(raw, skipped)
 
-    def _encode(self, document: RawDocument, skipped: Skipped) -> Tokens:
-        tokens = self.encoder([document], skipped)
+    def _encode(self, raw: list[RawDocument], skipped: Skipped) -> Documents:
+        if not raw:
+            return []
+        tokens = self.encoder(raw, skipped)
         assert tokens.origins is not None
         assert len(tokens.origins) == len(tokens.documents)
-        return tokens
+        return _bytes_of(tokens)
 
 
 def _bytes_of(tokens: Tokens) -> Documents:
