@@ -36,6 +36,8 @@ VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
 """The end of the name of a version's manifest."""
 MAX_BYTES = 1 << 30
 """The largest manifest that is read. The object of that name may be anything."""
+MAX_BIN_TOKENS = 1 << 24
+"""The longest bins that `convert` writes (`pack_length`)."""
 
 
 # Not frozen: there are thousands, and a frozen one takes two to three times as long to make.
@@ -355,8 +357,11 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
 
 def _check(manifest: Manifest, url: str) -> None:
     """Raise FormatError for a manifest that contradicts itself."""
-    if manifest.pack is not None and manifest.pack.get("length", 0) < 1:
-        raise FormatError(f"{url}: is a damaged manifest: its bins have no length; convert again")
+    if manifest.pack is not None and not 1 <= manifest.pack.get("length", 0) <= MAX_BIN_TOKENS:
+        raise FormatError(
+            f"{url}: is a damaged manifest: its bins have no length that the format allows; convert "
+            f"again"
+        )
     known_dtypes = [str(dtype) for dtype in CODE_OF_DTYPE]
     if manifest.dtype not in known_dtypes:
         raise FormatError(
@@ -364,10 +369,7 @@ def _check(manifest: Manifest, url: str) -> None:
             "convert again"
         )
     # Names become paths. One that leads elsewhere could make readers and writers touch other files.
-    leads_elsewhere = any(
-        "/" in shard.name or "\0" in shard.name or not shard.name or escapes_folder(shard.name)
-        for shard in manifest.shards
-    )
+    leads_elsewhere = any(not _is_name_in_folder(shard.name) for shard in manifest.shards)
     if manifest.origins is not None and len(manifest.origins) != len(manifest.shards):
         raise FormatError(
             f"{url}: is a damaged manifest: it has origins of {len(manifest.origins)} shards, and "
@@ -378,6 +380,11 @@ def _check(manifest: Manifest, url: str) -> None:
             f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}; "
             f"copy it again, or convert again"
         )
+
+
+def _is_name_in_folder(name: str) -> bool:
+    is_utf8 = name.encode(errors="ignore").decode() == name
+    return bool(name) and is_utf8 and not {"/", "\0"} & set(name) and not escapes_folder(name)
 
 
 def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:

@@ -414,6 +414,41 @@ def test_an_arrow_batch_without_a_sound_row_does_not_end_the_process(tmp_path: P
         convert_to(tmp_path, path, on_error="stop", tokenizer=None)
 
 
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.null()),
+        pa.large_list(pa.null()),
+        pa.list_view(pa.null()),
+        pa.list_(pa.null(), 1 << 30),
+        pa.list_(pa.struct([("a", pa.list_(pa.null()))])),
+    ],
+    ids=str,
+)
+def test_a_list_of_nulls_that_takes_no_bytes_is_as_large_as_it_says(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
+    nulls = pa.nulls(1 << 30)
+    if pa.types.is_fixed_size_list(kind):
+        column = pa.FixedSizeListArray.from_arrays(nulls, 1 << 30)
+    elif pa.types.is_list_view(kind):
+        column = pa.ListViewArray.from_arrays([0], [1 << 30], nulls)
+    elif pa.types.is_large_list(kind):
+        column = pa.LargeListArray.from_arrays([0, 1 << 30], nulls)
+    else:
+        column = pa.ListArray.from_arrays([0, 1 << 30], nulls)
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+        column = pa.ListArray.from_arrays([0, 1], pa.StructArray.from_arrays([column], ["a"]))
+    assert column.type == kind
+    assert column.nbytes < 100
+    batch = pa.RecordBatch.from_arrays([column], ["text"])
+    with pa.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(ConvertError, match=r"a\.arrow:1: the record is larger than max_record"):
+        convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop", max_record_bytes=1 << 20)
+
+
 @pytest.mark.parametrize("sound", [0, 1, 17, 99])
 def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound: int) -> None:
     texts = [f"text {number}".encode() for number in range(100)]

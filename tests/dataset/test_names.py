@@ -361,6 +361,16 @@ def test_streams_that_cannot_be_read_are_named_and_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """Its manifest could not name the shards. Inputs may have such names."""
+    name = os.fsdecode(b"a\xff.jsonl")
+    tree(tmp_path / "in", {name: LINES})
+    inputs = [str(tmp_path / "in" / name)]
+    assert made(inputs, tmp_path / "out") == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"a.udcff': is not UTF-8; give the dataset another name"):
+        made(inputs, tmp_path / os.fsdecode(b"a\xff"))
+
+
 def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
     pipe = piped(LINES)
     with pytest.raises(ConfigError, match="named twice"):

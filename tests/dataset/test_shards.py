@@ -30,6 +30,7 @@ from streammega import (
 )
 from streammega.convert import convert
 from streammega.convert.options import ConvertOptions
+from streammega.dataset.manifest import MAX_BIN_TOKENS
 from streammega.dataset.names import SUFFIXES, missing_shards, split_name
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.verify import verify
@@ -348,6 +349,22 @@ def test_damaged_manifests_are_named(tmp_path: Path, name: str) -> None:
         IndexedDataset(str(tmp_path / "x.manifest.json"))
 
 
+@pytest.mark.parametrize("length", [0, -1, MAX_BIN_TOKENS + 1, 1 << 80])
+def test_a_manifest_with_bins_of_no_possible_length_is_damaged(
+    sets: Path, tmp_path: Path, length: int
+) -> None:
+    ConvertOptions(pack_length=MAX_BIN_TOKENS)
+    with pytest.raises(ConfigError):
+        ConvertOptions(pack_length=MAX_BIN_TOKENS + 1)
+    copy(sets, tmp_path, "pair.*")
+    path = tmp_path / "pair.manifest.json"
+    write_manifest(tmp_path / "pair", ["pair"])
+    pack = {"length": length, "bins": 1, "padding": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pack": pack}))
+    with pytest.raises(FormatError, match="damaged manifest: its bins have no length"):
+        IndexedDataset(str(path))
+
+
 def test_a_manifest_without_shards_is_no_dataset(sets: Path, tmp_path: Path) -> None:
     manifest = json.loads((sets / "bin.manifest.json").read_text()) | {"shards": []}
     (tmp_path / "x.manifest.json").write_text(json.dumps(manifest))
@@ -359,7 +376,7 @@ def test_a_manifest_without_shards_is_no_dataset(sets: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize(
     "name",
-    ["../pair", "{folder}/pair", "x/../../pair", "..%2Fpair", "%2e%2e%2fpair", "..", "", "a\0b",
+    ["../pair", "{folder}/pair", "x/../../pair", "..%2Fpair", "%2e%2e%2fpair", "..", "", "a\0b", "a\ud800",
      "file://{folder}/pair", "s3://other/pair", "s3:/pair"],
 )  # fmt: skip
 def test_a_manifest_names_nothing_outside_of_its_folder(

@@ -44,6 +44,8 @@ CORPUS = ROOT / "tests" / "support" / "data" / "fuzz"
 MEMORY_BYTES = 1 << 30
 """Address space that inputs may take beyond what the process had before."""
 INPUT_SECONDS = 10
+PROCESS_SECONDS = 60
+"""Atheris loses a little memory with each comparison of some values: the limit would be reached."""
 ENVIRONMENT = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve a GiB ahead
     "CUDA_VISIBLE_DEVICES": "",
@@ -132,20 +134,23 @@ def load_targets(*, instrumented: bool) -> Targets:
 
 
 def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
-    """Fuzz a target for so long. A crash or a hang ends a process, and another one goes on."""
+    """Fuzz a target for so long. A crash or a hang ends a process, and so does time: another one goes
+    on.
+    """
     (folder / "findings").mkdir(parents=True, exist_ok=True)
     (folder / "corpus").mkdir(exist_ok=True)
     until = time.monotonic() + seconds
     while (left := int(until - time.monotonic())) > 0:
-        call = partial(fuzz_here, name, targets, folder, left)
-        status = in_fork(call, folder / "log", left + 6 * INPUT_SECONDS)
+        seconds_here = min(left, PROCESS_SECONDS)
+        call = partial(fuzz_here, name, targets, folder, seconds_here)
+        status = in_fork(call, folder / "log", seconds_here + 6 * INPUT_SECONDS)
         match = _PROGRESS.findall((folder / "log").read_bytes())
         if match:
             coverage, corpus = map(int, match[-1])
             counts = read_counts(folder)
             save_counts(folder, counts._replace(coverage=coverage, corpus=corpus))
         if status == 0:
-            break
+            continue
         print(f"{name}: the process ended with {status}; see {folder / 'log'}", flush=True)
         if not match:
             break

@@ -330,18 +330,43 @@ def _rows(
                 tokens.with_origins(source.path, LINE, first + 1) if options.provenance else tokens
             )
             return
-    mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
-    has_large_rows = batch.nbytes > options.max_record_bytes
+    max_bytes = options.max_record_bytes
+    batch_bytes = _batch_bytes(batch, max_bytes)
+    mean_bytes = max(1, batch_bytes // max(1, batch.num_rows))
+    has_large_rows = batch_bytes > max_bytes
     rows_at_once = 1 if has_large_rows else max(1, PYTHON_BYTES // mean_bytes)
     line = first
     for begin in range(0, batch.num_rows, rows_at_once):
         rows = batch.slice(begin, rows_at_once)
-        size = rows.nbytes if has_large_rows else mean_bytes
-        for fields in rows.to_pylist():
+        size = _batch_bytes(rows, max_bytes) if has_large_rows else mean_bytes
+        # A row that is too large is left out by its size.
+        records = rows.to_pylist() if size <= max_bytes else [{}]
+        for fields in records:
             line += 1
             yield RawDocument(
                 data=b"", path=source.path, line=line, is_record=True, fields=fields, size=size
             )
+
+
+def _batch_bytes(batch: Any, limit: int) -> int:
+    """Bytes of a record batch, and a byte for each value in its lists: nulls may take none, and a few
+    bytes may claim any number of them. Counts no further than beyond `limit`.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    size: int = batch.nbytes
+    columns = list(batch.columns)
+    while columns and size <= limit:
+        column = columns.pop()
+        kind = column.type
+        if pa.types.is_struct(kind):
+            columns += column.flatten()
+        elif isinstance(column, pa.lib.BaseListArray) and not pa.types.is_map(kind):
+            size += pc.sum(pc.list_value_length(column)).as_py() or 0
+            if size <= limit:
+                columns.append(column.flatten())
+    return size
 
 
 def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:

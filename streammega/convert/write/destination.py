@@ -274,6 +274,8 @@ def check_output(output: str) -> None:
             f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
             f"pipe cannot take; give a prefix, out/web for instance"
         )
+    if output.encode(errors="ignore").decode() != output:
+        raise ConfigError(f"{output!a}: is not UTF-8; give the dataset another name")
     _, scheme, path = output.partition("://")
     if scheme and "/" not in path.rstrip("/") and is_remote(output):
         raise ConfigError(
