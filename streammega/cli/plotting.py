@@ -247,11 +247,7 @@ def plot(
         raise ConfigError(
             f"{place}: does not exist; give the out_dir of a run that has logged a step"
         )
-    records = [
-        record
-        for record in parse_metrics(data.decode(errors="replace"))
-        if isinstance(record, dict) and isinstance(record.get("step"), int)
-    ]
+    records = parse_metrics(data)
     steps = [item for item in latest_records(records) if isinstance(item.get("loss"), int | float)]
     if not steps:
         raise ConfigError(f"{place}: holds no step; let the run finish one")

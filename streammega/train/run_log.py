@@ -10,6 +10,7 @@ import math
 import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class RunLog:
         """The steps that have a line."""
         if not self._path.exists():
             return set()
-        return {record.get("step", 0) for record in read_metrics(self._path)}
+        return {record["step"] for record in read_metrics(self._path)}
 
     def upload(self) -> None:
         """Upload what has changed, if `out_dir` is a URL. Raises StorageError."""
@@ -150,17 +151,20 @@ class RunLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole records of a metrics.jsonl, in order."""
-    return parse_metrics(path.read_text(encoding="utf-8"))
+    return parse_metrics(path.read_bytes())
 
 
-def parse_metrics(text: str) -> list[dict[str, Any]]:
-    """All whole records of the text of a metrics.jsonl, in order."""
+def parse_metrics(data: bytes) -> list[dict[str, Any]]:
+    """All whole records of the bytes of a metrics.jsonl, in order: each has a `step`.
+
+    A kill or a power failure may have torn some. A resumed run has written their steps again.
+    """
     records = []
-    for line in text.splitlines():
-        try:
-            records.append(parse_json(line))
-        except ValueError:
-            continue  # torn by a kill; a resumed run has written its step again
+    for line in data.splitlines():
+        with suppress(ValueError):
+            record = parse_json(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

@@ -1021,6 +1021,16 @@ def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> Non
     }
 
 
+def test_what_a_power_failure_leaves_of_metrics_does_not_hinder_a_run(tmp_path: Path) -> None:
+    log = RunLog(str(tmp_path), StorageConfig(), iters=10)
+    log.write({"step": 1, "loss": 2.0})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(bytes(100) + b'\n\xff\xfe\n[1]\n2\n{"loss": 1.0}\n{"step": "3"}\n{"step": 2')
+    assert log.steps == {1}
+    RunLog(str(tmp_path), StorageConfig(), iters=10).write({"step": 2, "loss": 1.5})
+    assert log.steps == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("error", "others"),
     [
