@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 import zstandard
+from tokenizers import Tokenizer, models
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, ConvertReport, convert
@@ -662,3 +663,23 @@ def test_packed_members_that_nothing_decompresses_are_no_texts(tmp_path: Path) -
     report = convert_bytes(tmp_path / "out", path, on_error="skip")
     assert stored_ids(tmp_path / "out") == as_bytes(["plain"])
     assert report.dropped == {"unreadable member": 1}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordPiece({"he": 0}, unk_token="[UNK]"),
+        models.WordLevel({"he": 0}, unk_token="[UNK]"),
+        models.Unigram([("he", -1.0)]),
+    ],
+)
+def test_a_tokenizer_without_a_token_for_the_unknown_is_named(tmp_path: Path, model: Any) -> None:
+    (tmp_path / "a.txt").write_text("other")
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConvertError, match=r"tokenizer\.json: cannot encode a text \(.*unk_token"):
+        convert(
+            [str(tmp_path / "a.txt")],
+            str(tmp_path / "out"),
+            tokenizer=str(tmp_path / "tokenizer.json"),
+            append_eod=False,
+        )

@@ -13,7 +13,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(Tokenizer):
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
             some = texts[first : first + at_once]
-            encodings = self.model.encode_batch_fast(some, add_special_tokens=add)
+            encodings = self._call(self.model.encode_batch_fast, some, add_special_tokens=add)
             ids += [_as_array(encoding.ids) for encoding in encodings]
         return ids
 
@@ -238,9 +238,18 @@ class HuggingFaceTokenizer(Tokenizer):
         spans_of_texts: list[TokenSpans] = []
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
-            for encoding in self.model.encode_batch(some, add_special_tokens=False):
+            for encoding in self._call(self.model.encode_batch, some, add_special_tokens=False):
                 spans_of_texts.append(_with_offsets(encoding.ids, encoding.offsets))
         return spans_of_texts
+
+    def _call(self, encode: Callable[..., Any], texts: list[str], **options: bool) -> Any:
+        try:
+            return encode(texts, **options)
+        except Exception as error:  # the library has no class for its errors
+            raise ConvertError(
+                f"{self.name}: cannot encode a text ({error}); give the tokenizer a token for what it "
+                f"does not know (unk_token), and its id"
+            ) from None
 
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds around every text, with add_special_tokens."""
