@@ -40,6 +40,7 @@ from streammega.errors.process import (
     describe_defect,
     log_to_stderr,
     name_files_on_bus_error,
+    panics_as_errors,
     set_log_level,
 )
 
@@ -231,7 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_log_level("WARNING")
         words = list(sys.argv[1:] if arguments is None else arguments)
-        app(args=words, prog_name="streammega", obj=["streammega", *words])
+        with panics_as_errors():
+            app(args=words, prog_name="streammega", obj=["streammega", *words])
     except SystemExit as stop:
         if _is_by(stop, KeyboardInterrupt):  # typer prints nothing
             print("interrupted", file=sys.stderr)

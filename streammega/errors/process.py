@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,6 +51,17 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         return line if record.levelno == logging.INFO else f"{record.levelname}: {line}"
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Make a RuntimeError of a panic in a library of Rust: it would pass by every `except Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(f"panic: {error}") from None
 
 
 def describe_defect(error: Exception) -> str:

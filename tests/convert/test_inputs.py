@@ -21,6 +21,7 @@ import zstandard
 from tokenizers import Tokenizer, models
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
+from streammega.cli.main import main
 from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.job import plan_units
 from streammega.convert.read.formats import FORMATS
@@ -345,6 +346,21 @@ def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> No
     (tmp_path / name).write_text("nothing of the kind")
     with pytest.raises(ConvertError, match=name):
         load_tokenizer(str(tmp_path / name))
+
+
+def test_a_panic_of_the_tokenizers_library_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads(Tokenizer(models.BPE({"o": 0, "n": 1, "on": 2}, [("o", "n")])).to_str())
+    described["model"]["continuing_subword_prefix"] = "longer than any token"
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(described))
+    (tmp_path / "a.txt").write_text("on")
+    words = [str(tmp_path / "a.txt"), str(tmp_path / "out"), "--tokenizer", str(path)]
+    assert main(["convert", *words]) == 1
+    printed = capsys.readouterr().err
+    assert f"error: {path}: is not a tokenizer.json that the tokenizers library reads" in printed
+    assert "Traceback" not in printed
 
 
 # --- what is made of documents ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
 import csv
 import gzip
@@ -19,13 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
+from streammega.errors import StreammegaError
 from tools.fuzz.common import STORAGE, Target, new_number, stored_in
 
 TEXTS = ("one", "two words", "é中\U0001f600", 'a "quote", a comma', "x" * 300)
@@ -116,6 +119,46 @@ def _ids(text: str | bytes) -> bytes:
     """The ids of a text as `_bytes_of` gives them."""
     data = text.encode() if isinstance(text, str) else text
     return np.frombuffer(data, np.uint8).astype("<i8").tobytes()
+
+
+def tokenizer_target(folder: Path, suffix: str, seeds: Callable[[], list[bytes]]) -> Target:
+    """The file of a tokenizer, whose ids are those of its vocabulary."""
+
+    def run(data: bytes) -> None:
+        with stored_in(folder, suffix, data) as path:
+            tokenizer = load_tokenizer(path)
+            for ids in tokenizer.encode(list(TEXTS)):
+                numbers = [int(number) for number in ids]
+                assert all(0 <= number < tokenizer.vocab_size for number in numbers)
+                tokenizer.decode(numbers)
+            with suppress(StreammegaError):
+                resolve_eod_id(tokenizer, None)
+
+    return Target(run, seeds(), is_json=suffix == ".json")
+
+
+def tokenizer_json_seeds() -> list[bytes]:
+    """One of each model of the tokenizers library."""
+    letters = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    pairs = Tokenizer(models.BPE({**letters, "on": 256}, [("o", "n")]))
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.decoder = decoders.ByteLevel()
+    pairs.normalizer = normalizers.NFC()
+    pairs.add_special_tokens(["<|endoftext|>"])
+    ends = [("<|endoftext|>", 257)]
+    pairs.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=ends)
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "o": 1, "##ne": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("one", -1.0), ("x", -2.0)], 0))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    return [tokenizer.to_str().encode() for tokenizer in (pairs, words, pieces)]
+
+
+def tiktoken_seeds() -> list[bytes]:
+    """Bytes and one pair of them."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"on"]
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    return [b"".join(lines)]
 
 
 # --- plain readers --------------------------------------------------------------------------------

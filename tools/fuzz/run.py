@@ -154,7 +154,7 @@ def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
         print(f"{name}: the process ended with {status}; see {folder / 'log'}", flush=True)
         if not match:
             break
-        if status < 0:  # libFuzzer did not come to write the input
+        if status < 0 or status == 1:  # libFuzzer did not come to write the input
             data = (folder / "current").read_bytes()
             size = int.from_bytes(data[:8], "little")
             (folder / "findings" / f"ended-with{status}.input").write_bytes(data[8 : 8 + size])

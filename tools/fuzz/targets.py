@@ -30,6 +30,14 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 }
 TARGETS |= {f"convert-{name}": partial(corpora.file_target, name=name) for name in corpora.FORMATS}
 TARGETS |= {
+    "tokenizer-json": partial(
+        corpora.tokenizer_target, suffix=".json", seeds=corpora.tokenizer_json_seeds
+    ),
+    "tokenizer-tiktoken": partial(
+        corpora.tokenizer_target, suffix=".tiktoken", seeds=corpora.tiktoken_seeds
+    ),
+}
+TARGETS |= {
     f"{scheme}-{transport}": partial(answers.answers_target, scheme=scheme, transport=transport)
     for scheme in ("s3", "oss")
     for transport in ("obstore", "fsspec")

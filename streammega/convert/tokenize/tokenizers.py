@@ -34,6 +34,7 @@ from streammega.convert.tokenize.tokenizer_files import (
 )
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 from streammega.errors.extras import import_extra
+from streammega.errors.process import panics_as_errors
 from streammega.kernels import num_threads
 
 FILE_SUFFIX = re.compile(r"\.[a-zA-Z]{2,9}$")
@@ -244,7 +245,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _call(self, encode: Callable[..., Any], texts: list[str], **options: bool) -> Any:
         try:
-            return encode(texts, **options)
+            with panics_as_errors():
+                return encode(texts, **options)
         except Exception as error:  # the library has no class for its errors
             raise ConvertError(
                 f"{self.name}: cannot encode a text ({error}); give the tokenizer a token for what it "
@@ -647,7 +649,8 @@ def _load_huggingface(name: str) -> Any:
                 f"({first_line[:200]}); give the path of a tokenizer.json"
             ) from None
     try:
-        return Model.from_file(name)
+        with panics_as_errors():
+            return Model.from_file(name)
     except Exception as error:
         raise ConvertError(
             f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); "
