@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import json
 import mmap
@@ -22,6 +23,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -157,12 +159,14 @@ def campaign(name: str, targets: Targets, folder: Path, seconds: int) -> None:
         if status < 0 or status == 1:  # libFuzzer did not come to write the input
             data = (folder / "current").read_bytes()
             size = int.from_bytes(data[:8], "little")
-            (folder / "findings" / f"ended-with{status}.input").write_bytes(data[8 : 8 + size])
+            path = folder / "findings" / f"ended-with{status}.input"
+            path.write_bytes(data[8 : 8 + size])
+            shutil.copy(folder / "log", path.with_suffix(".txt"))
 
 
 def in_fork(call: Callable[[], None], log: Path, seconds: float) -> int:
-    """Make a call in a fork, whose output goes to a file; its exit code. It is killed after so long:
-    libFuzzer's own alarm may wait for a lock of what hangs.
+    """Make a call in a fork, whose output goes to a file; its exit code. It is killed after so long,
+    when it has said where it hangs: libFuzzer's own alarm may wait for a lock of what hangs.
     """
     sys.stdout.flush()
     child = os.fork()
@@ -170,6 +174,7 @@ def in_fork(call: Callable[[], None], log: Path, seconds: float) -> int:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.register(signal.SIGUSR1)
         try:
             call()
         except BaseException:
@@ -182,6 +187,8 @@ def in_fork(call: Callable[[], None], log: Path, seconds: float) -> int:
         if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > until:
+            os.kill(child, signal.SIGUSR1)
+            time.sleep(1)
             os.kill(child, signal.SIGKILL)
         time.sleep(0.2)
 
