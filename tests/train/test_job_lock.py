@@ -217,6 +217,28 @@ def test_runs_of_one_process_share_its_lock_on_a_disk(tmp_path: Path) -> None:
     assert is_free(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("replaced", r"process 7 on elsewhere has taken over, since .*run was replaced"),
+        ("moved", r"lock: is gone, so .*run was moved or removed"),
+    ],
+)
+def test_a_job_whose_folder_was_moved_away_writes_no_more(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    folder = tmp_path / "run"
+    lock = FileLock(folder / ".lock")
+    lock.check()
+    folder.rename(tmp_path / "moved")
+    if change == "replaced":
+        folder.mkdir()
+        (folder / ".lock").write_text("process 7 on elsewhere\n")
+    with pytest.raises(StorageError, match=message):
+        lock.check()
+    lock.release()
+
+
 def test_a_file_system_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,5 +247,7 @@ def test_a_file_system_without_locks_is_warned_of(
 
     monkeypatch.setattr(filelock.FileLock, "acquire", fail)
     with caplog.at_level(logging.WARNING):
-        FileLock(tmp_path / ".lock").release()
+        lock = FileLock(tmp_path / ".lock")
+    lock.check()
+    lock.release()
     assert "has no locks (No locks available); let only one job at a time" in caplog.text

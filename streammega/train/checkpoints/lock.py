@@ -44,6 +44,8 @@ the second write.
 
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without locks."""
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of a path that was moved or removed, and on NFS of an open file that was removed."""
 _STAT_STATE = 0
 _STAT_STARTTIME = 19
 """Fields of /proc/PID/stat after the name: numbers 3 and 22 in proc_pid_stat(5)."""
@@ -58,6 +60,9 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._fd: int | None = None
+        """The file that is locked, whatever the path names later. None where there are no locks."""
         # All threads and runs of this process share one lock.
         self._lock = filelock.FileLock(path, thread_local=False, is_singleton=True)
         try:
@@ -77,12 +82,33 @@ class FileLock:
         # Where there are no locks, filelock has its own text in the file.
         if isinstance(self._lock, filelock.UnixFileLock):
             path.write_text(f"{_process_name(_process_record())}\n")
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """Does nothing: no other job can take over."""
+        """Raise StorageError if the folder was moved or removed: another job can train there then."""
+        if self._fd is None:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
+                return
+            owner = self._path.read_text(errors="replace").strip() or "another job"
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            raise StorageError(
+                f"{self._path}: is gone, so {self._path.parent} was moved or removed; "
+                f"this job writes no more there"
+            ) from None
+        raise StorageError(
+            f"{self._path}: {owner} has taken over, since {self._path.parent} was replaced; "
+            f"this job writes no more there: end one of the two"
+        )
 
     def release(self) -> None:
         """Let other jobs in."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         self._lock.release()
 
 
