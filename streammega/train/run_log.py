@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import tempfile
 import threading
@@ -19,8 +20,10 @@ from streammega.config.validate import parse_json
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
+from streammega.storage.backends.local import FULL_ERRNOS, local_error
 from streammega.storage.object_ops import read_object
 from streammega.storage.open import is_remote
+from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class RunLog:
         self._upload_lock = threading.Lock()
         """For one upload at a time: of two at once, the older could arrive last."""
         self._closed = threading.Event()
+        self._policy = RetryPolicy.of(storage)
         self._iters = iters
         self._interval = log_interval
         self._folder = Path(self._key)
@@ -75,9 +79,11 @@ class RunLog:
         self._tensorboard = _open_tensorboard(self._folder) if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line, flushed: a killed run keeps every step that it finished."""
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(record)) + "\n")
+        """One line, flushed: a killed run keeps every step that it finished.
+
+        Waits for space while the disk is full. Raises StorageError if it stays full, OSError.
+        """
+        self._append(json.dumps(finite(record)) + "\n")
         step = record["step"]
         numbers = scalars(record)
         if self._tensorboard is not None:
@@ -145,8 +151,27 @@ class RunLog:
         """End the last line if a kill cut it short, so that the next record has a line of its own."""
         written = self._path.read_bytes() if self._path.exists() else b""
         if written and not written.endswith(b"\n"):
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n")
+            self._append("\n")
+
+    def _append(self, text: str) -> None:
+        """Append to metrics.jsonl, again while the disk is full."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+
+        def attempt() -> None:
+            try:
+                with open(self._path, "ab", buffering=0) as file:
+                    file.truncate(size)  # an attempt that failed may have written a part
+                    rest = text.encode()
+                    while rest:
+                        rest = rest[os.write(file.fileno(), rest) :]
+            except OSError as error:
+                if error.errno not in FULL_ERRNOS:
+                    raise
+                full = local_error(str(self._path), error)
+                full.transient = True
+                raise full from None
+
+        self._policy.call(attempt)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ and resumed.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -1029,6 +1030,37 @@ def test_what_a_power_failure_leaves_of_metrics_does_not_hinder_a_run(tmp_path: 
     assert log.steps == {1}
     RunLog(str(tmp_path), StorageConfig(), iters=10).write({"step": 2, "loss": 1.5})
     assert log.steps == {1, 2}
+
+
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_metrics_wait_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    settings = StorageConfig(max_retries=2)
+    log = RunLog(str(tmp_path), settings, iters=10)
+    log.write({"step": 1, "loss": 2.0})
+    write, failures_left = os.write, failures
+
+    def write_part(fd: int, data: bytes) -> int:
+        nonlocal failures_left
+        if failures_left == 0:
+            return write(fd, data)
+        if data.startswith(b"{"):
+            return write(fd, data[:5])
+        failures_left -= 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_part)
+        if failures == 2:
+            log.write({"step": 2, "loss": 1.5})
+            whole = (tmp_path / "metrics.jsonl").read_text()
+            assert [json.loads(line)["step"] for line in whole.splitlines()] == [1, 2]
+        else:
+            with pytest.raises(StorageError, match=r"no space left.*failed after 3 tries"):
+                log.write({"step": 2, "loss": 1.5})
+    RunLog(str(tmp_path), settings, iters=10).write({"step": 3, "loss": 1.0})
+    assert log.steps == ({1, 2, 3} if failures == 2 else {1, 3})
 
 
 @pytest.mark.parametrize(
