@@ -32,6 +32,7 @@ from streammega.errors.extras import import_extra
 from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
 from streammega.storage.progress import Progress
+from streammega.storage.thread_pool import thread_state
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def _run_in_threads(
         are_given.wait()
         if stopped.is_set():
             raise ConvertError("interrupted")
+        thread_state.stop = stopped  # also while it waits for storage or space
         return work(number, report)
 
     with ThreadPoolExecutor(workers) as pool:

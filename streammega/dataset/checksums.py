@@ -14,6 +14,7 @@ import xxhash
 
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.store import ObjectWriter, as_bytes
+from streammega.storage.thread_pool import thread_state
 
 CHECK_BYTES = 64 << 20
 """Bytes of one stored checksum. This is part of the manifest's format."""
@@ -139,6 +140,7 @@ def _copied_by_threads(parts: Sequence[_Part], writer: ObjectWriter, threads: in
 
     def copy(part: _Part) -> int:
         """Copy one part to its place; returns its bytes, or 0 where it was stopped."""
+        thread_state.stop = stopped  # also while it waits for storage or space
         buffer = copy_buffer()
         at = room + part.start - first
         written = at

@@ -26,7 +26,7 @@ _USER_INFO = re.compile(
     r""":/{2,3}(
         [^/?\#\s]*                          # user:password, up to the last @ of the host, as
                                             # urllib splits it
-      | [^/?\#\s\[:@]+:(?!\d+\b)[^\s@]*     # a password with slashes in it; a number would be
+      | [^/?\#\s\[:@]{1,500}:(?!\d+\b)[^\s@]{0,2000}   # a password with slashes in it; a number would be
                                             # a port
     )@""",
     re.X,
@@ -34,22 +34,22 @@ _USER_INFO = re.compile(
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
 """In URLs of these schemes, the text before the @ is the name of a container."""
 _SIGNATURES = (
-    r"sig|[\w-]*signature|(?:x-(?:amz|goog|oss)-)?credential|x-(?:amz|goog|oss)-security-token"
+    r"sig|[\w-]{0,64}signature|(?:x-(?:amz|goog|oss)-)?credential|x-(?:amz|goog|oss)-security-token"
     r"|AccountKey|(?:OSS|AWS)AccessKeyId|GoogleAccessId"
 )
 _SECRET_WORDS = r"token|secret|passw|credential|api-?_?key|access-?_?key|auth|session"
 _QUERY = re.compile(
     rf"""((?:(?<![\w-])(?:{_SIGNATURES})
-           |(?<=[?&;])(?:[\w.-]*(?:{_SECRET_WORDS})[\w.-]*|policy|key-pair-id))=)
+           |(?<=[?&;])(?:[\w.-]{{0,64}}?(?:{_SECRET_WORDS})[\w.-]{{0,64}}|policy|key-pair-id))=)
         [^&;\s'"<>]*[^&;\s'"<>:,.)]""",
     re.I | re.X,
 )
 _HEADER = re.compile(
-    r"""((?:authorization|cookie|x-[\w-]*-token)['"]?\s*:\s*b?['"]?(?:(?:bearer|basic|oss|aws)\s+)?)
+    r"""((?:authorization|cookie|x-[\w-]{0,64}-token)['"]?\s*:\s*b?['"]?(?:(?:bearer|basic|oss|aws)\s+)?)
         [^\s'"<>,]+""",
     re.I | re.X,
 )
-_ELEMENT = re.compile(r"(<\w*(?:token|secret)[\w-]*>)[^<]+", re.I)
+_ELEMENT = re.compile(r"(<\w{0,64}(?:token|secret)[\w-]{0,64}>)[^<]+", re.I)
 """In answers: S3 repeats a token that has expired."""
 _PROCESS = re.compile(r"(credentials from custom-process: ).*", re.S)
 """botocore's words for a `credential_process` that failed, before all that it has printed."""

@@ -120,6 +120,12 @@ def local_path(url: str) -> str:
                 f"three slashes: file:///{host}/..."
             )
         path = unquote(slash + below)
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ConfigError(f"{url!a}: no file has such a name; check the path")
     return os.path.abspath(os.path.expanduser(path))
 
 

@@ -443,6 +443,8 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
         ("{% set n = namespace(__class__=1) %}", "cannot write it"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content.x }}", "cannot write it"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "cannot write it"),
+        ("{% set n = 10**12 %}{{ 'a' * n }}", "cannot write it"),
     ],
 )
 def test_templates_are_foreign_code_and_kept_within_bounds(source: str, message: str) -> None:
@@ -450,6 +452,35 @@ def test_templates_are_foreign_code_and_kept_within_bounds(source: str, message:
         ChatEncoder(TOKENIZER, source).conversation(chat("a", "b"), "a.jsonl:1")
     with pytest.raises(ConvertError, match="not a jinja template"):
         ChatEncoder(TOKENIZER, "{% for %}").conversation(chat("a", "b"), "a.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in messages %}" * 25 + "{% endfor %}" * 25,
+        "{{ dict(a=1, a=2) }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 10**5000 }}",
+    ],
+    ids=["loops", "names", "parentheses", "number"],
+)
+def test_a_template_that_python_refuses_is_named(source: str) -> None:
+    with pytest.raises(ConvertError, match="not a jinja template"):
+        ChatEncoder(TOKENIZER, source).conversation(chat("a", "b"), "a.jsonl:1")
+
+
+def test_a_record_that_is_nested_too_deeply_is_named() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    tokenizer = load_tokenizer(TOKENIZER, special_tokens_in_text="text")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    record = chat("a", "<|endoftext|>")
+    record["messages"][0]["meta"] = nested
+    with pytest.raises(FormatError, match=r"a\.jsonl:1"):
+        ChatEncoder(tokenizer, template, special_tokens_in_text="text").conversation(
+            record, "a.jsonl:1"
+        )
 
 
 @pytest.mark.parametrize(

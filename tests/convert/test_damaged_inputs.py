@@ -471,3 +471,132 @@ def test_a_dictionary_of_xz_that_claims_gigabytes_is_refused(tmp_path: Path) -> 
         convert_to(tmp_path, path, on_error="stop")
     path.write_bytes(lzma.compress(b"\n".join(LINES), preset=9 | lzma.PRESET_EXTREME))
     convert_to(tmp_path, path, on_error="stop")
+
+
+def write_arrow(path: Path, column: pa.Array, name: str = "text") -> None:
+    batch = pa.RecordBatch.from_arrays([column], [name])
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+MANY = 1 << 30
+NULLS = pa.ListArray.from_arrays([0, MANY], pa.nulls(MANY))
+LONG = "x" * (1 << 18)
+ROWS = pa.array(np.zeros(100, np.int32))
+LARGE_COLUMNS = {
+    "map": pa.MapArray.from_arrays([0, 1], ["a"], NULLS),
+    "extension": pa.FixedShapeTensorArray.from_storage(
+        pa.fixed_shape_tensor(pa.null(), [MANY]),
+        pa.FixedSizeListArray.from_arrays(pa.nulls(MANY), MANY),
+    ),
+}
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize("kind", LARGE_COLUMNS)
+def test_nulls_within_other_types_are_as_many_as_they_say(tmp_path: Path, kind: str) -> None:
+    write_arrow(tmp_path / "a.arrow", LARGE_COLUMNS[kind])
+    with pytest.raises(ConvertError, match=r"a\.arrow:1: the record is larger than max_record"):
+        convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop", max_record_bytes=1 << 20)
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.RunEndEncodedArray.from_arrays(pa.array([MANY], pa.int32()), pa.array([LONG])),
+        pa.UnionArray.from_dense(
+            pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array([LONG])]
+        ),
+        pa.ListViewArray.from_arrays([0, 0, 0], [1, 1, 1], pa.array([LONG])),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_columns_whose_rows_cannot_be_counted_are_refused(tmp_path: Path, column: pa.Array) -> None:
+    write_arrow(tmp_path / "a.arrow", column)
+    with pytest.raises(ConvertError, match="cast it"):
+        convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop")
+
+
+def test_rows_of_a_dictionary_are_as_large_as_their_own_values(tmp_path: Path) -> None:
+    """And not as the dictionary, which is larger than a record may be."""
+    texts = [str(number) * 1000 for number in range(1, 10)]
+    write_arrow(tmp_path / "a.arrow", pa.array(texts * 3).dictionary_encode())
+    convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop", max_record_bytes=2000)
+    assert made(tmp_path) == texts * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5, -1), "<i8"), ((-3,), "<i8"), ((4,), "<m8[s]"), ((4,), "|b1")]
+)
+def test_a_header_of_npy_that_is_of_no_tokens_is_named(
+    tmp_path: Path, shape: tuple[int, ...], dtype: str
+) -> None:
+    file = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    (tmp_path / "a.npy").write_bytes(file.getvalue() + bytes(64))
+    with pytest.raises(ConvertError, match=r"a\.npy: holds .* token arrays are integers"):
+        convert_to(tmp_path, tmp_path / "a.npy", on_error="stop", tokenizer=None)
+
+
+def test_the_header_of_a_very_wide_csv_is_checked_at_once(tmp_path: Path) -> None:
+    names = ",".join(map(str, range(200_000)))
+    (tmp_path / "a.csv").write_text(f"text,{names}\none{',' * 200_000}\n")
+    convert_to(tmp_path, tmp_path / "a.csv", on_error="stop")
+    assert made(tmp_path) == ["one"]
+    (tmp_path / "b.csv").write_text(f"text,{names},{'n' * 10_000},{'n' * 10_000}\n")
+    with pytest.raises(ConvertError, match="has two columns 'nnn") as caught:
+        convert_to(tmp_path, tmp_path / "b.csv", on_error="stop")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConvertError, match="has two columns 'text'"):
+        convert_to(tmp_path, tmp_path / "a.parquet", on_error="stop")
+
+
+def mds_item(*values: bytes) -> bytes:
+    return np.array([len(value) for value in values], "<u4").tobytes() + b"".join(values)
+
+
+SHAPED = bytes([1 << 2 | 2])
+"""How an array of MDS begins: one dimension, of 4 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("encodings", "item", "samples", "message"),
+    [
+        (["str"], np.array([1000], "<u4").tobytes() + b"short", 1, "bytes, and 1004 by the sizes"),
+        (["str"], np.array([2], "<u4").tobytes() + b"longer", 1, "bytes, and 6 by the sizes"),
+        (["str"], mds_item(b"text"), 7, "has 1 items, and 7 by its index"),
+        (["str", "str"], mds_item(b"a", b"b"), 1, "two columns of one name"),
+        (["ndarray:uint16:100"], mds_item(bytes(4)), 1, r"of shape \[100\] has 2 values"),
+        (
+            ["ndarray:uint16"],
+            mds_item(SHAPED + np.array([1000], "<u4").tobytes() + bytes(8)),
+            1,
+            r"of shape \[1000\] has 4 values",
+        ),
+    ],
+)
+def test_items_of_mds_that_are_not_what_they_say_are_refused(
+    tmp_path: Path, encodings: list[str], item: bytes, samples: int, message: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    shard = {
+        "format": "mds",
+        "compression": None,
+        "column_names": ["text"] * len(encodings),
+        "column_encodings": encodings,
+        "column_sizes": [None] * len(encodings),
+        "raw_data": {"basename": "shard"},
+        "samples": samples,
+    }
+    (tmp_path / "in" / "index.json").write_text(json.dumps({"shards": [shard]}))
+    head = np.array([1, 12, 12 + len(item)], "<u4").tobytes()
+    (tmp_path / "in" / "shard").write_bytes(head + item)
+    with pytest.raises(ConvertError, match=message):
+        convert_to(tmp_path, tmp_path / "in", on_error="stop")

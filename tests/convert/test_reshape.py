@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.options import ExecutionConfig
 from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import run_parallel
+from streammega.dataset import checksums
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectChangedError
+from streammega.storage.backends.local import FileRange, LocalStore
+from streammega.storage.thread_pool import pause
 from tests.support.builders import convert_bytes, convert_files, write_random_pair
 from tests.support.kill_programs import failing_task, slow_task
 from tests.support.oracle import IndexedDatasetBuilder
@@ -625,6 +629,33 @@ def test_no_task_begins_if_they_are_interrupted_while_they_are_handed_out(
     with pytest.raises(KeyboardInterrupt):
         list(run_parallel(work, range(10), ExecutionConfig(workers=2), ignore, max_threads=2))
     assert not begun
+
+
+def test_an_interrupt_ends_what_waits_for_storage_or_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads cannot be stopped from outside: they would wait until `retry_timeout`."""
+
+    def work(number: int, progress: Any) -> None:
+        if number == 0:
+            raise ConvertError("the first one fails")
+        pause(600)
+
+    with pytest.raises(ConvertError, match="the first one fails"):
+        list(run_parallel(work, range(2), ExecutionConfig(workers=2), ignore, max_threads=2))
+
+    def read(ranges: Sequence[FileRange], buffer: Any) -> Iterator[Any]:
+        if ranges[0].start == 0:
+            raise OSError("the first one fails")
+        pause(600)
+        yield b""
+
+    monkeypatch.setattr(checksums, "read_files", read)
+    monkeypatch.setattr(checksums, "CHECK_BYTES", 1000)
+    (tmp_path / "in").write_bytes(bytes(3000))
+    writer = checksums.ChecksummedWriter(LocalStore().open_writer(str(tmp_path / "out")))
+    with pytest.raises(OSError, match="the first one fails"):
+        list(writer.write_files([FileRange(path=str(tmp_path / "in"), start=0, stop=3000)], 2))
 
 
 def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import obstore
 import pytest
 
-from streammega import StorageConfig
+from streammega import IndexedDataset, StorageConfig
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -391,6 +391,14 @@ def test_mistyped_schemes_are_named(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         store, key = open_store(url, StorageConfig())
         store.info(key)
+
+
+@pytest.mark.parametrize("name", ["file:///%00", "we\0b", "we\ud800b"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no file has such a name"):
+        open_store(name, StorageConfig())
+    with pytest.raises(ConfigError, match="no file has such a name"):
+        IndexedDataset(name)
 
 
 def test_a_name_of_a_file_url_may_hold_any_sign(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -398,7 +399,8 @@ FORMATS: dict[str, tuple[str, str, Callable[[], list[bytes]], Reader]] = {
         ".jsonl.xz",
         "jsonl",
         lambda: [lzma.compress(_jsonl_seed())],
-        _decompressed(lzma.decompress),
+        # by itself it takes leading zeros for an empty .lzma file
+        _decompressed(partial(lzma.decompress, format=lzma.FORMAT_XZ)),
     ),
     "zst": (
         ".jsonl.zst",

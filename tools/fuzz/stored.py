@@ -160,8 +160,10 @@ def shard_target(folder: Path, kind: Kind) -> Target:
             stored_in(folder, ".idx", files[".idx"], name),
             stored_in(folder, suffix, files[suffix], name) as path,
         ):
-            items = IndexedDataset(path)[:]
-        if changed == ".idx" and kind == "zst":  # of a tar, the .idx says where tokens are
+            dataset = IndexedDataset(path)
+            items = dataset[:]
+        # Of a tar, the .idx says where tokens are. Multimodal items are pairs.
+        if changed == ".idx" and kind == "zst" and not dataset.multimodal:
             joined = b"".join(np.asarray(item).tobytes() for item in items)
             assert len(joined) <= len(bin_data) or files[".idx"] != stored[".idx"]
 

@@ -120,7 +120,7 @@ def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if version == (1, 0):
         read_header = np.lib.format.read_array_header_1_0
     shape, fortran, dtype = read_header(file)
-    if fortran or len(shape) not in (1, 2) or not np.issubdtype(dtype, np.integer):
+    if fortran or len(shape) not in (1, 2) or dtype.kind not in "iu" or min(shape) < 0:
         raise ConvertError(
             f"{path}: holds {dtype} of shape {shape}; token arrays are integers, of one dimension or two (rows)"
         )

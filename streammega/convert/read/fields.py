@@ -17,6 +17,8 @@ from streammega.errors.redaction import redact_urls
 MISSING: Any = object()
 """The value of a key that is missing."""
 MAX_NAMES = 40
+MAX_SHOWN = 200
+"""Characters of a name that a message shows."""
 """Names of a record in a message."""
 ID_FIELDS = ("id", "url")
 """Fields in which corpora keep ids, the first that is there, unless --id-field names one."""
@@ -91,7 +93,7 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
 
 def join_names(names: Iterable[str]) -> str:
     """Names that come from an input, for a message: as `repr` shows them, and not all of very many."""
-    first = [repr(name) for name in islice(names, MAX_NAMES + 1)]
+    first = [repr(name[:MAX_SHOWN]) for name in islice(names, MAX_NAMES + 1)]
     if len(first) > MAX_NAMES:
         first[MAX_NAMES:] = ["..."]
     return ", ".join(first) or "nothing"

@@ -6,6 +6,7 @@ Pickles are refused.
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -62,10 +63,13 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
             data = _decompress_mds(data, compression, path, source.options)
         names = shard["column_names"]
         decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
-        for number, item in enumerate(_cut(data, path)):
-            columns = zip(names, decoders, _values(item, shard["column_sizes"]), strict=True)
+        if len(set(names)) < len(names):
+            raise ConvertError(f"{path}: has two columns of one name; write it again")
+        for number, item in enumerate(_cut(data, path, shard.get("samples"))):
+            where = f"{path}#{number}"
+            columns = zip(names, decoders, _values(item, shard["column_sizes"], where), strict=True)
             sample = {name: decode(value) for name, decode, value in columns if decode is not None}
-            yield _document(sample, f"{path}#{number}", source.options)
+            yield _document(sample, where, source.options)
 
 
 def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -88,12 +92,12 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         path, data = _read(source, chunk["filename"])
         if compression:
             data = _decompress(data, ".zst", path, source.options)
-        for number, item in enumerate(_cut(data, path)):
+        for number, item in enumerate(_cut(data, path, chunk.get("chunk_size"))):
             where = f"{path}#{number}"
             if flat:
                 yield _document(_litdata_value(item, formats[0]), where, source.options)
                 continue
-            stored = _values(item, [None] * len(formats))
+            stored = _values(item, [None] * len(formats), where)
             values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
             value = dict(zip(names, values, strict=True)) if names else values[0]
             yield _document(value, where, source.options)
@@ -154,12 +158,17 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
         return path, bytes(file.read())
 
 
-def _cut(data: bytes, path: str) -> Iterator[bytes]:
+def _cut(data: bytes, path: str, expected: int | None) -> Iterator[bytes]:
     """The items of a shard: a count, then count + 1 byte offsets, all uint32, and the items.
 
-    Raises ConvertError, before the first item, unless the offsets are within the shard.
+    expected: how many there are by the index. Raises ConvertError, before the first item, where there
+    are others, or offsets that are not within the shard.
     """
     count = int.from_bytes(data[:WORD_BYTES], "little")
+    if expected is not None and count != expected:
+        raise ConvertError(
+            f"{path}: has {count} items, and {expected} by its index.json; copy both again"
+        )
     header_bytes = WORD_BYTES * (1 + count + 1)
     if len(data) < header_bytes:
         raise ConvertError(
@@ -206,8 +215,10 @@ def _decompress(data: bytes, suffix: str, path: str, options: ConvertOptions) ->
     return b"".join(pieces)
 
 
-def _values(item: bytes, fixed_sizes: Sequence[int | None]) -> list[bytes]:
-    """The values of an item, end to end; the sizes of those without a fixed one come first."""
+def _values(item: bytes, fixed_sizes: Sequence[int | None], where: str) -> list[bytes]:
+    """The values of an item, end to end; the sizes of those without a fixed one come first. Raises
+    ConvertError where they are not the whole item.
+    """
     num_sizes = sum(not size for size in fixed_sizes)
     stored = iter(struct.unpack_from(f"<{num_sizes}I", item))
     start = WORD_BYTES * num_sizes
@@ -216,6 +227,10 @@ def _values(item: bytes, fixed_sizes: Sequence[int | None]) -> list[bytes]:
         stop = start + (fixed_size or next(stored))
         values.append(item[start:stop])
         start = stop
+    if start != len(item):
+        raise ConvertError(
+            f"{where}: has {len(item)} bytes, and {start} by the sizes of its values; copy it again"
+        )
     return values
 
 
@@ -229,18 +244,30 @@ def _mds_decoder(encoding: str, folder: str) -> Callable[[bytes], Any] | None:
         raise ConvertError(
             f"{folder}: a column of ndarrays without a dtype; write it as ndarray:uint16"
         )
-    return partial(_mds_array, dtype=np.dtype(dtype).newbyteorder("<"), fixed=bool(shape))
+    fixed = [int(size) for size in shape.split(",")] if shape else None
+    return partial(_mds_array, dtype=np.dtype(dtype).newbyteorder("<"), fixed=fixed)
 
 
-def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
+def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: list[int] | None) -> Any:
     """An array. Unless its shape is fixed, it begins with the shape: a byte for the number and the
     width of its dimensions, then the dimensions.
     """
-    if fixed:
-        return np.frombuffer(data, dtype)
+    if fixed is not None:
+        return _array(data, dtype, 0, fixed)
     dimensions = data[0] >> 2
     width = 1 << (data[0] & 3)
-    return np.frombuffer(data, dtype, offset=1 + width * dimensions)
+    shape = np.frombuffer(data, f"<u{width}", dimensions, 1).tolist()
+    return _array(data, dtype, 1 + width * dimensions, shape)
+
+
+def _array(data: bytes, dtype: np.dtype[Any], start: int, shape: Sequence[int]) -> Any:
+    """Raises ConvertError where there are other values than the shape says."""
+    values = np.frombuffer(data, dtype, offset=start)
+    if len(values) != math.prod(shape):
+        raise ConvertError(
+            f"an array of shape {list(shape)} has {len(values)} values; copy it again"
+        )
+    return values
 
 
 def _litdata_value(data: bytes, data_format: str) -> Any:
@@ -256,16 +283,18 @@ def _litdata_value(data: bytes, data_format: str) -> Any:
         # the number of a dtype, how many dimensions, and the size of each come first
         code, dimensions = np.frombuffer(data, "<u4", 2).tolist()
         start = WORD_BYTES * (2 + dimensions)
+        shape = np.frombuffer(data, "<u4", dimensions, 2 * WORD_BYTES).tolist()
     elif name in ("no_header_numpy", "no_header_tensor"):
-        code, start = int(number), 0
+        code, start, shape = int(number), 0, None
     else:
         return None
     dtype = (LITDATA_NUMPY if name.endswith("numpy") else LITDATA_TORCH).get(code)
-    return (
-        None
-        if dtype is None
-        else np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=start)
-    )
+    if dtype is None:
+        return None
+    little = np.dtype(dtype).newbyteorder("<")
+    if shape is None:
+        return np.frombuffer(data, little)
+    return _array(data, little, start, shape)
 
 
 def _litdata_names(spec: str | None) -> list[str]:

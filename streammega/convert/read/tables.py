@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import csv
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -214,9 +215,9 @@ def _check_header(header: list[str], options: ConvertOptions, path: str) -> None
     """Raise ConvertError unless the first row names all columns that are wanted, each once."""
     if not header:
         raise ConvertError(f"{path}: has no first row, which names the columns; add one")
-    for name in header:
-        if header.count(name) > 1:
-            raise ConvertError(f"{path}: has two columns {name!r}; rename one of them")
+    if len(set(header)) < len(header):
+        name, _ = Counter(header).most_common(1)[0]
+        raise _two_columns(path, name)
     for names in _wanted_columns(options):
         if not set(names) & set(header):
             raise _no_column(path, names, header)
@@ -273,7 +274,14 @@ def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
         ids = [path for name in id_fields(options) if (path := _find(schema, name))][:1]
         if options.id_field is not None and not ids:
             raise _no_id_column(source.path, options)
+    for name, *_ in [*paths, *ids]:
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise _two_columns(source.path, name)
     return paths, ids
+
+
+def _two_columns(path: str, name: str) -> ConvertError:
+    return ConvertError(f"{path}: has two columns {join_names([name])}; rename one of them")
 
 
 def _no_id_column(path: str, options: ConvertOptions) -> ConvertError:
@@ -349,24 +357,55 @@ def _rows(
 
 
 def _batch_bytes(batch: Any, limit: int) -> int:
-    """Bytes of a record batch, and a byte for each value in its lists: nulls may take none, and a few
-    bytes may claim any number of them. Counts no further than beyond `limit`.
+    """Bytes that the rows of a record batch become, at least: in Arrow a few bytes may claim any number
+    of them. A null in a list may take none, and values of dictionaries and views may be used by many
+    rows. Counts no further than beyond `limit`. Raises ConvertError for types whose rows cannot be
+    counted.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    size: int = batch.nbytes
+    size = 0
     columns = list(batch.columns)
+    for column in columns:
+        size += 0 if pa.types.is_dictionary(column.type) else column.nbytes
     while columns and size <= limit:
         column = columns.pop()
         kind = column.type
-        if pa.types.is_struct(kind):
+        if isinstance(column, pa.ExtensionArray):
+            columns.append(column.storage)
+        elif pa.types.is_struct(kind):
             columns += column.flatten()
-        elif isinstance(column, pa.lib.BaseListArray) and not pa.types.is_map(kind):
-            size += pc.sum(pc.list_value_length(column)).as_py() or 0
+        elif pa.types.is_map(kind):
+            first, *_, last = column.offsets.to_pylist() if len(column) else [0, 0]
+            columns.append(column.items.slice(first, last - first))
+        elif pa.types.is_dictionary(kind) and _is_text(kind.value_type):
+            lengths = pc.binary_length(column.dictionary).take(column.indices)
+            size += column.indices.nbytes + (pc.sum(lengths).as_py() or 0)
+        elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+            size += pc.sum(pc.binary_length(column)).as_py() or 0
+        elif isinstance(column, pa.lib.BaseListArray):
+            count = pc.sum(pc.list_value_length(column)).as_py() or 0
+            size += count
+            is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+            if is_view and count > len(column.values):
+                raise ConvertError(f"has lists of type {kind} that share values; cast it to a list")
             if size <= limit:
                 columns.append(column.flatten())
+        elif (
+            pa.types.is_union(kind)
+            or pa.types.is_run_end_encoded(kind)
+            or (pa.types.is_dictionary(kind) and pa.types.is_nested(kind.value_type))
+        ):
+            raise ConvertError(f"has a column of type {kind}, which is not read; cast it")
     return size
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(is_string or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:

@@ -225,11 +225,10 @@ class ChatTemplate:
         return self._compile(marks=True)
 
     def _compile(self, *, marks: bool) -> Any:
-        import jinja2
-
+        environment = _environment(marks=marks)
         try:
-            return _environment(marks=marks).from_string(self.source)
-        except jinja2.TemplateError as error:
+            return environment.from_string(self.source)
+        except Exception as error:  # it becomes Python, whose errors pass through
             raise ConvertError(
                 f"chat template {self.name}: is not a jinja template ({error})"
             ) from None
@@ -325,6 +324,8 @@ class ChatTemplate:
             LookupError,
             AttributeError,
             ArithmeticError,
+            RecursionError,
+            MemoryError,
         ) as error:
             raise FormatError(
                 f"{chat.where}: chat template {self.name} cannot write it ({error})"
@@ -397,7 +398,10 @@ class ChatTemplate:
         template by marks.
         """
         turns, tools, where = chat
-        broken = Conversation(_broken(turns, special), _broken(tools, special), where)
+        try:
+            broken = Conversation(_broken(turns, special), _broken(tools, special), where)
+        except RecursionError:
+            raise FormatError(f"{where}: is nested too deeply") from None
         if broken == chat:
             return ()
         bare, places = without_marks(self._text(broken))
