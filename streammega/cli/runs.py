@@ -82,7 +82,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
-    from streammega.train.__main__ import main as train_main
+    from streammega.train.program import main as train_main
 
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 

@@ -2,7 +2,7 @@
 
 One step, from its start to its line in the log:
 
-    __main__          reads the run's file (config/), starts the ranks (devices), makes a Trainer
+    program           reads the run's file (config/), starts the ranks (devices), makes a Trainer
     trainer           Trainer.run: step after step; Trainer.train_step: one of them
     parallel_model    forward and backward of its micro-batches, sums of gradients, their norm
     inputs, losses    what a stage is given of a micro-batch; the loss, and the sums over ranks

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from streammega import StorageConfig, StreamLoader
-from streammega.train.__main__ import run as train
 from streammega.train.batch_hash import loader_hashes
 from streammega.train.checkpoints.store import CheckpointStore
+from streammega.train.program import run as train
 from streammega.train.run_log import METRICS, read_metrics
 from tests.support.crash_disk import Tree, write_tree
 from tests.support.crash_runs import Scene, quiet, stored

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
-from streammega.train.__main__ import main
+from streammega.train.program import main
 from streammega.train.trainer import Trainer
 
 

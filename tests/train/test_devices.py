@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from streammega.errors import ConfigError
-from streammega.train.__main__ import main as train_main
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import ProcessInfo, pick_device, pick_devices, process_info
+from streammega.train.program import main as train_main
 from tests.support.builders import write_small_run
 
 NCCL = "cpu:gloo,cuda:nccl"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +20,13 @@ import pytest
 import streammega
 from streammega.cli.main import main as command_line
 from streammega.errors import GradientError
-from streammega.train.__main__ import main as train_main
+from streammega.train.program import main as train_main
 from streammega.train.run_log import read_metrics
 from streammega.train.signals import ONE_REQUEST
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
 from tests.support.checkpoint_programs import checkpoint_records
-from tests.support.processes import Family, launch
+from tests.support.processes import Family, launch, python_environment
 
 PACKAGE = Path(streammega.__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -121,6 +123,19 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
         f"{run_file.parent}/run, if there is one\n"
     ), log
     assert "Traceback" not in log
+
+
+def test_ctrl_c_while_the_program_imports_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, *PROGRAM["module"], "run.toml"],
+        cwd=tmp_path,  # the first place of imports
+        capture_output=True,
+        text=True,
+        env=python_environment(),
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "[0] interrupted\n")
 
 
 @pytest.mark.guarantee("sigterm-ctrl-c")

@@ -28,12 +28,12 @@ from streammega.errors import ConfigError, FormatError, GradientError, StateErro
 from streammega.gradients.buffers import local_part
 from streammega.gradients.loss_scale import LossScale
 from streammega.samples.open import open_source
-from streammega.train.__main__ import _is_of_others
-from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, loader_hashes, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.optimizer import LearningRate
+from streammega.train.program import _is_of_others
+from streammega.train.program import main as train_main
 from streammega.train.run_log import RunLog, read_metrics
 from streammega.train.splits import has_valid, open_without_ranks
 from streammega.train.stages import check_layout
@@ -1125,7 +1125,7 @@ def test_the_log_begins_with_the_ranks_in_words(
 def test_a_run_does_not_tell_where_credentials_were_found(tmp_path: Path) -> None:
     code = """
 import logging, sys
-from streammega.train.__main__ import main
+from streammega.train.program import main
 main(["--help"])
 logging.getLogger("botocore.credentials").info("Found credentials in environment variables.")
 logging.getLogger("streammega.train").info("what the run says")

@@ -1,0 +1,177 @@
+"""`torchrun -m streammega.train run.toml [section.name=value ...]`: the training program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors.process import (
+    describe_defect,
+    log_to_stderr,
+    name_files_on_bus_error,
+    set_log_level,
+)
+from streammega.train.config import RunConfig, load_run
+from streammega.train.devices import start_ranks
+from streammega.train.signals import Terminated
+from streammega.train.trainer import Trainer
+from streammega.train.watchdog import Watchdog
+
+SILENCE_S = 2.0
+"""Seconds that ranks wait before they repeat an error of the settings: torchrun looks ten times a second."""
+TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
+
+
+def run(path: str, overrides: Sequence[str]) -> None:
+    """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by
+    itself.
+
+    Raises StreammegaError for what is wrong with the run, RankError where a collective with other
+    ranks failed, Terminated where a signal ended it with a checkpoint, and Interrupted where Ctrl-C
+    did so at once.
+    """
+    config = load_run(path, overrides)
+    device, watchdog = start_ranks(config)
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(config, device, watchdog)
+        # The thread of the watchdog may end the process without a return from here.
+        watchdog.before_exit.append(trainer.flush)
+        trainer.resume()
+        trainer.run()
+    except Terminated:
+        watchdog.close()  # no rank has failed: the silence that follows is no failure
+        raise
+    except (KeyboardInterrupt, Exception) as error:
+        failure = _explain(error, watchdog, config)
+        if failure is error:
+            raise
+        raise failure from (error if isinstance(failure, RankError) else None)
+    finally:
+        if trainer is not None:
+            trainer.flush()
+    watchdog.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Interrupted(Exception):
+    """Ctrl-C ended the run at once: before its first step, or a second one."""
+
+
+class RankError(Exception):
+    """Another rank ended the job."""
+
+
+def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
+    """The error that this rank ends with. Before, it gives other ranks the cause, or asks them for it.
+
+    After `claim_exit` the thread of the watchdog prints nothing, so it comes before `fail`.
+    """
+    rank, step = watchdog.rank, watchdog.step
+    if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
+        watchdog.claim_exit()
+        watchdog.fail("interrupted")
+        text = f"interrupted in step {step}"
+        if rank == 0 and config.train.save_interval:
+            place = config.train.out_dir
+            text += (
+                f"; the same command goes on from the last checkpoint in {place}, if there is one"
+            )
+        return Interrupted(text)
+    is_known = isinstance(error, StreammegaError | OSError)
+    if watchdog.world > 1 and not is_known and _is_of_others(error):
+        reason, *_ = [*str(error).strip().splitlines(), type(error).__name__]
+        # torchrun sends SIGTERM to all ranks when one has failed. Ignore it for the seconds that the
+        # answer takes.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(
+            f"error (rank {rank}): in step {step}: {reason}; asking the other ranks",
+            file=sys.stderr,
+            flush=True,
+        )
+        diagnosis = watchdog.diagnose()
+        watchdog.claim_exit()
+        # A rank that hangs does not know yet that the job is over.
+        watchdog.fail(diagnosis, is_of_others=True)
+        return RankError(diagnosis)
+    watchdog.claim_exit()
+    if isinstance(error, OSError) and not isinstance(error, StreammegaError):
+        place = error.filename or config.train.out_dir
+        reason = error.strerror or str(error)
+        error = StorageError(
+            f"{place}: {reason}; check permissions and free space there, or change train.out_dir"
+        )
+    is_ours = isinstance(error, StreammegaError)
+    watchdog.fail(str(error) if is_ours else f"{type(error).__name__}: {error}")
+    return error
+
+
+def _is_of_others(error: BaseException | None) -> bool:
+    """Whether a collective failed, and not something on this rank. Errors of transports can only be
+    recognised by their text.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and TRANSPORT.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def main(arguments: Sequence[str], name: str | None = None) -> int:
+    """Run the command line; the exit code. A known error is one message on each rank that has it.
+
+    name: what messages begin with; default: "error (rank 0)" and so on.
+    """
+    rank = os.environ.get("RANK", "0")
+    name = name or f"error (rank {rank})"
+    log_to_stderr(f"[{rank}] ")
+    try:
+        set_log_level("INFO" if rank == "0" else "WARNING")
+        if not arguments or arguments[0] in ("-h", "--help"):
+            usage = (
+                "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
+            )
+            print(f"usage: {usage}\n\n{__doc__}")
+            return 0 if arguments else 2
+        name_files_on_bus_error()
+        run(arguments[0], arguments[1:])
+    except (StreammegaError, RankError) as error:
+        _print_error(name, str(error), is_on_all_ranks=isinstance(error, ConfigError))
+        return 1
+    except Terminated as stopped:
+        print(f"[{rank}] {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        print(f"[{rank}] {stopped or 'interrupted'}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        _print_error(name, describe_defect(error))
+        return 1
+    return 0
+
+
+def _print_error(name: str, text: str, *, is_on_all_ranks: bool = False) -> None:
+    """Print what ends this rank, and leave it where torchrun looks for the causes that it prints last.
+
+    is_on_all_ranks: the first rank of this host prints the same. torchrun then ends the others while
+    they wait.
+    """
+    if is_on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SILENCE_S)
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # Source: torch.distributed.elastic.multiprocessing.errors, ErrorHandler.record_exception.
+        cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
