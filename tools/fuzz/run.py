@@ -54,6 +54,7 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
+    "RUST_BACKTRACE": "0",  # of panics, which are errors of ours
 }
 """With these, a process takes about the address space that it uses."""
 MAX_INPUT_BYTES = 1 << 20
