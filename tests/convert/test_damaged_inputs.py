@@ -12,6 +12,7 @@ import json
 import lzma
 import tracemalloc
 import weakref
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -556,6 +557,15 @@ def test_a_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> No
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConvertError, match="has two columns 'text'"):
         convert_to(tmp_path, tmp_path / "a.parquet", on_error="stop")
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_whose_pieces_may_become_gigabytes_is_refused(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.txt.zip", "w", method) as archive:
+        archive.writestr("a.txt", "text")
+    with pytest.raises(ConvertError, match=r"a\.txt\.zip: its file is compressed otherwise"):
+        convert_to(tmp_path, tmp_path / "a.txt.zip", on_error="stop")
 
 
 def mds_item(*values: bytes) -> bytes:

@@ -154,6 +154,9 @@ def _only_member(file: Any, name: str) -> Any:
             f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "
             f"--exclude"
         )
+    # zipfile gives at once what others than these make of a piece, and that may be gigabytes
+    if archive.getinfo(names[0]).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ConvertError(f"{name}: its file is compressed otherwise than by deflate; unpack it")
     return archive.open(names[0])
 
 
