@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import tarfile
 import tracemalloc
 import weakref
 import zipfile
@@ -566,6 +567,22 @@ def test_a_zip_whose_pieces_may_become_gigabytes_is_refused(tmp_path: Path, meth
         archive.writestr("a.txt", "text")
     with pytest.raises(ConvertError, match=r"a\.txt\.zip: its file is compressed otherwise"):
         convert_to(tmp_path, tmp_path / "a.txt.zip", on_error="stop")
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_of_tar_that_claims_to_be_huge_is_refused(
+    tmp_path: Path, kind: bytes, is_first: bool
+) -> None:
+    huge = tarfile.TarInfo("h")
+    huge.type = kind
+    huge.size = 1 << 32
+    sound = tarfile.TarInfo("a.txt")
+    before = b"" if is_first else sound.tobuf()
+    (tmp_path / "a.tar").write_bytes(before + huge.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    with pytest.raises(ConvertError, match=r"a\.tar: .*name or attributes of 4,294,967,296 bytes"):
+        convert_to(tmp_path, tmp_path / "a.tar", on_error="stop")
 
 
 def mds_item(*values: bytes) -> bytes:

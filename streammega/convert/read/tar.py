@@ -43,6 +43,15 @@ from streammega.storage.open import escapes_folder
 READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Suffixes of members that are documents, unless a member is named."""
+MAX_HEADER_BYTES = 1 << 20
+"""Bytes of an extended header: a long name, or attributes. `tarfile` reads it at once."""
+EXTENDED_TYPES = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 MAX_NAMES = 20
 """Names of members in a message."""
 
@@ -116,6 +125,16 @@ def _regular_members(
             yield archive, member
 
 
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, *header: Any) -> Any:
+        """Raises HeaderError for an extended header that claims too many bytes."""
+        member = super().frombuf(*header)
+        if member.type in EXTENDED_TYPES and member.size > MAX_HEADER_BYTES:
+            raise tarfile.HeaderError(f"a name or attributes of {member.size:,} bytes")
+        return member
+
+
 def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """The members of an archive, up to its end. `tarfile` itself takes a damaged header, and the end
     of the file, for the end of the archive.
@@ -130,14 +149,14 @@ def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
         )
     rest = iter(lambda: file.read(READ_BYTES), b"")
     stream = PieceReader(itertools.chain([head], rest))
-    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
         member = archive.firstmember
         while member is not None:
             yield archive, member
             archive.fileobj.seek(archive.offset)
             place = archive.offset
             try:
-                member = tarfile.TarInfo.fromtarfile(archive)
+                member = _Member.fromtarfile(archive)
             except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # an empty header
                 member = None
             except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):  # type: ignore[attr-defined]
