@@ -516,7 +516,7 @@ def test_nulls_within_other_types_are_as_many_as_they_say(tmp_path: Path, kind: 
 )
 def test_columns_whose_rows_cannot_be_counted_are_refused(tmp_path: Path, column: pa.Array) -> None:
     write_arrow(tmp_path / "a.arrow", column)
-    with pytest.raises(ConvertError, match="cast it"):
+    with pytest.raises(ConvertError, match=r"a\.arrow: has .*; cast "):
         convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop")
 
 
@@ -625,5 +625,5 @@ def test_items_of_mds_that_are_not_what_they_say_are_refused(
     (tmp_path / "in" / "index.json").write_text(json.dumps({"shards": [shard]}))
     head = np.array([1, 12, 12 + len(item)], "<u4").tobytes()
     (tmp_path / "in" / "shard").write_bytes(head + item)
-    with pytest.raises(ConvertError, match=message):
+    with pytest.raises(ConvertError, match=rf"/in.*{message}"):
         convert_to(tmp_path, tmp_path / "in", on_error="stop")

@@ -261,12 +261,10 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: list[int] | None) -> An
 
 
 def _array(data: bytes, dtype: np.dtype[Any], start: int, shape: Sequence[int]) -> Any:
-    """Raises ConvertError where there are other values than the shape says."""
+    """Raises ValueError where there are other values than the shape says."""
     values = np.frombuffer(data, dtype, offset=start)
     if len(values) != math.prod(shape):
-        raise ConvertError(
-            f"an array of shape {list(shape)} has {len(values)} values; copy it again"
-        )
+        raise ValueError(f"an array of shape {list(shape)} has {len(values)} values")
     return values
 
 

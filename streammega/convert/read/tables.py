@@ -339,14 +339,14 @@ def _rows(
             )
             return
     max_bytes = options.max_record_bytes
-    batch_bytes = _batch_bytes(batch, max_bytes)
+    batch_bytes = _batch_bytes(batch, max_bytes, source.path)
     mean_bytes = max(1, batch_bytes // max(1, batch.num_rows))
     has_large_rows = batch_bytes > max_bytes
     rows_at_once = 1 if has_large_rows else max(1, PYTHON_BYTES // mean_bytes)
     line = first
     for begin in range(0, batch.num_rows, rows_at_once):
         rows = batch.slice(begin, rows_at_once)
-        size = _batch_bytes(rows, max_bytes) if has_large_rows else mean_bytes
+        size = _batch_bytes(rows, max_bytes, source.path) if has_large_rows else mean_bytes
         # A row that is too large is left out by its size.
         records = rows.to_pylist() if size <= max_bytes else [{}]
         for fields in records:
@@ -356,7 +356,7 @@ def _rows(
             )
 
 
-def _batch_bytes(batch: Any, limit: int) -> int:
+def _batch_bytes(batch: Any, limit: int, path: str) -> int:
     """Bytes that the rows of a record batch become, at least: in Arrow a few bytes may claim any number
     of them. A null in a list may take none, and values of dictionaries and views may be used by many
     rows. Counts no further than beyond `limit`. Raises ConvertError for types whose rows cannot be
@@ -389,7 +389,7 @@ def _batch_bytes(batch: Any, limit: int) -> int:
             size += count
             is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
             if is_view and count > len(column.values):
-                raise ConvertError(f"has lists of type {kind} that share values; cast it to a list")
+                raise ConvertError(f"{path}: has {kind}s that share values; cast them to lists")
             if size <= limit:
                 columns.append(column.flatten())
         elif (
@@ -397,7 +397,7 @@ def _batch_bytes(batch: Any, limit: int) -> int:
             or pa.types.is_run_end_encoded(kind)
             or (pa.types.is_dictionary(kind) and pa.types.is_nested(kind.value_type))
         ):
-            raise ConvertError(f"has a column of type {kind}, which is not read; cast it")
+            raise ConvertError(f"{path}: has a column of type {kind}, which is not read; cast it")
     return size
 
 
