@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from streammega.train import __main__ as train_program
 from streammega.train import devices
+from streammega.train import program as train_program
 from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
