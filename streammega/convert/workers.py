@@ -109,6 +109,7 @@ def _run_in_threads(
             progress(size, tokens)
 
     def do(number: int) -> Any:
+        """Do the work of a number, once all are given."""
         # The pool does not wait for a thread that Ctrl-C left half started: it must not work.
         are_given.wait()
         if stopped.is_set():

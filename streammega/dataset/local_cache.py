@@ -348,12 +348,14 @@ def _array_of(data: NDArray[np.uint8], path: Path, kind: ArrayKind) -> NDArray[n
         if version != (1, 0):
             raise ValueError(f"its version is {version}, not that which this library writes")
         shape, by_columns, dtype = np.lib.format.read_array_header_1_0(head)
-        body = data[head.tell() :]
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes != len(body):
-            raise ValueError(f"it holds {len(body)} bytes, not {num_bytes}")
     except Exception as error:  # numpy reads a header as Python: whatever that raises
         raise corrupt_cache_error(f"{path}: is no readable array ({error})") from None
+    body = data[head.tell() :]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes != len(body):
+        raise corrupt_cache_error(
+            f"{path}: is no readable array (it holds {len(body)} bytes, not {num_bytes})"
+        )
     dtypes, expected = kind
     known_dtypes = [np.dtype(known) for known in dtypes]
     if by_columns or dtype not in known_dtypes or not _fits(shape, expected):

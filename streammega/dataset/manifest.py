@@ -22,6 +22,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.open import escapes_folder
 from streammega.storage.thread_pool import parallel_map
@@ -383,8 +384,7 @@ def _check(manifest: Manifest, url: str) -> None:
 
 
 def _is_name_in_folder(name: str) -> bool:
-    is_utf8 = name.encode(errors="ignore").decode() == name
-    return bool(name) and is_utf8 and not {"/", "\0"} & set(name) and not escapes_folder(name)
+    return bool(name) and is_utf8(name) and not {"/", "\0"} & set(name) and not escapes_folder(name)
 
 
 def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:

@@ -22,6 +22,8 @@ SHORTEST = 4
 remove half of a message.
 """
 
+# Repeats are bounded: names in messages come from files, and may look like secrets throughout. A search
+# that went on to the end of such a name from each of its places took minutes.
 _USER_INFO = re.compile(
     r""":/{2,3}(
         [^/?\#\s]*                          # user:password, up to the last @ of the host, as

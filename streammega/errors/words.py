@@ -19,6 +19,13 @@ def without_controls(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
+def is_utf8(text: str) -> bool:
+    """Whether a text can be stored as UTF-8. Half of a surrogate pair cannot, nor can bytes of a name
+    that are no text.
+    """
+    return text.encode(errors="ignore").decode() == text
+
+
 def in_one_line(name: str) -> str:
     """A name for a message, with control characters and newlines escaped.
 

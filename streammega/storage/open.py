@@ -103,7 +103,8 @@ def is_in_a_bucket(url: str) -> bool:
 def local_path(url: str) -> str:
     """The absolute path of a local name or file:// URL. `~` is the home folder.
 
-    Raises ConfigError for a URL with a host, and for one that lacks a slash, as `s3:/bucket`.
+    Raises ConfigError for a URL with a host, for one that lacks a slash, as `s3:/bucket`, and for a name
+    that no file can have.
     """
     path = url
     scheme, _, rest = url.partition(":/")

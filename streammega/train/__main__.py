@@ -1,4 +1,4 @@
-"""`torchrun -m streammega.train run.toml [section.name=value ...]`: the training program."""
+"""`torchrun -m streammega.train`: `program`, with an end of one line for Ctrl-C while it is imported."""
 
 import os
 import sys

@@ -158,6 +158,7 @@ class RunLog:
         size = self._path.stat().st_size if self._path.exists() else 0
 
         def attempt() -> None:
+            """Append once. Raises a transient StorageError for a full disk."""
             try:
                 with open(self._path, "ab", buffering=0) as file:
                     file.truncate(size)  # an attempt that failed may have written a part

@@ -520,12 +520,31 @@ def test_columns_whose_rows_cannot_be_counted_are_refused(tmp_path: Path, column
         convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop")
 
 
-def test_rows_of_a_dictionary_are_as_large_as_their_own_values(tmp_path: Path) -> None:
-    """And not as the dictionary, which is larger than a record may be."""
-    texts = [str(number) * 1000 for number in range(1, 10)]
-    write_arrow(tmp_path / "a.arrow", pa.array(texts * 3).dictionary_encode())
-    convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop", max_record_bytes=2000)
-    assert made(tmp_path) == texts * 3
+SHARED = {
+    "dictionary": lambda texts: pa.array(texts).dictionary_encode(),
+    "dictionary of views": lambda texts: pa.DictionaryArray.from_arrays(
+        pa.array(texts).dictionary_encode().indices,
+        pa.array(texts).dictionary_encode().dictionary.cast(pa.string_view()),
+    ),
+    "views": lambda texts: pa.array(texts).cast(pa.string_view()),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_rows_that_share_bytes_are_as_large_as_their_own_values(tmp_path: Path, kind: str) -> None:
+    """And not as the bytes of all, which are more than a record may have. One is too large."""
+    texts = ["short", *(str(number) * 1000 for number in range(1, 10)), None, "x" * 3000] * 3
+    write_arrow(tmp_path / "a.arrow", SHARED[kind](texts))
+    report = convert_to(tmp_path, tmp_path / "a.arrow", max_record_bytes=2000)
+    assert made(tmp_path) == [text for text in texts if text is not None and len(text) < 2000]
+    assert report.dropped["too large"] == 3
+
+
+def test_a_column_of_views_as_polars_writes_it_is_read(tmp_path: Path) -> None:
+    texts = ["one", None, "a text of more than twelve bytes", "é"]
+    write_arrow(tmp_path / "a.arrow", pa.array(texts).cast(pa.string_view())[1:])
+    convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop")
+    assert made(tmp_path) == texts[2:]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from streammega.errors.redaction import redact_urls
 MISSING: Any = object()
 """The value of a key that is missing."""
 MAX_NAMES = 40
-MAX_SHOWN = 200
-"""Characters of a name that a message shows."""
 """Names of a record in a message."""
+MAX_SHOWN = 200
+"""Characters of a name in a message."""
 ID_FIELDS = ("id", "url")
 """Fields in which corpora keep ids, the first that is there, unless --id-field names one."""
 

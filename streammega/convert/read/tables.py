@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
@@ -32,6 +33,8 @@ from streammega.storage.file_system import open_file
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
+VIEW_WORDS = 4
+"""Words of 32 bits of Arrow's view of a text: its length, and its bytes or where they are."""
 PYTHON_BYTES = 1 << 20
 """Bytes of rows that are made Python objects together; these take several times as much."""
 BATCH_BYTES = 16 << 20
@@ -368,7 +371,8 @@ def _batch_bytes(batch: Any, limit: int, path: str) -> int:
     size = 0
     columns = list(batch.columns)
     for column in columns:
-        size += 0 if pa.types.is_dictionary(column.type) else column.nbytes
+        is_shared = pa.types.is_dictionary(column.type) or _is_text_view(column.type)
+        size += 0 if is_shared else column.nbytes
     while columns and size <= limit:
         column = columns.pop()
         kind = column.type
@@ -377,13 +381,14 @@ def _batch_bytes(batch: Any, limit: int, path: str) -> int:
         elif pa.types.is_struct(kind):
             columns += column.flatten()
         elif pa.types.is_map(kind):
-            first, *_, last = column.offsets.to_pylist() if len(column) else [0, 0]
-            columns.append(column.items.slice(first, last - first))
-        elif pa.types.is_dictionary(kind) and _is_text(kind.value_type):
-            lengths = pc.binary_length(column.dictionary).take(column.indices)
-            size += column.indices.nbytes + (pc.sum(lengths).as_py() or 0)
-        elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-            size += pc.sum(pc.binary_length(column)).as_py() or 0
+            if len(column):
+                first, stop = column.offsets[0].as_py(), column.offsets[-1].as_py()
+                columns.append(column.items.slice(first, stop - first))
+        elif pa.types.is_dictionary(kind) and not pa.types.is_nested(kind.value_type):
+            used = column.indices.drop_null().to_numpy()
+            size += column.indices.nbytes + int(_value_bytes(column.dictionary)[used].sum())
+        elif _is_text_view(kind):
+            size += int(_value_bytes(column).sum())
         elif isinstance(column, pa.lib.BaseListArray):
             count = pc.sum(pc.list_value_length(column)).as_py() or 0
             size += count
@@ -393,19 +398,35 @@ def _batch_bytes(batch: Any, limit: int, path: str) -> int:
             if size <= limit:
                 columns.append(column.flatten())
         elif (
-            pa.types.is_union(kind)
+            pa.types.is_dictionary(kind)
+            or pa.types.is_union(kind)
             or pa.types.is_run_end_encoded(kind)
-            or (pa.types.is_dictionary(kind) and pa.types.is_nested(kind.value_type))
         ):
             raise ConvertError(f"{path}: has a column of type {kind}, which is not read; cast it")
     return size
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text_view(kind: Any) -> bool:
     import pyarrow as pa
 
-    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return bool(is_string or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _value_bytes(values: Any) -> NDArray[np.int64]:
+    """Bytes of each value of an array that is not nested, int64 [values]."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if _is_text_view(values.type):  # Arrow counts none of these; each begins with its length
+        views = np.frombuffer(values.buffers()[1], "<i4").reshape(-1, VIEW_WORDS)
+        lengths = views[values.offset : values.offset + len(values), 0].astype(np.int64)
+        lengths *= np.asarray(values.is_valid())  # that of a null may be anything
+        return lengths
+    try:
+        lengths = np.asarray(pc.binary_length(values).fill_null(0)).astype(np.int64)
+    except pa.ArrowNotImplementedError:  # of numbers
+        lengths = np.full(len(values), max(1, values.type.bit_width // 8), np.int64)
+    return lengths
 
 
 def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:

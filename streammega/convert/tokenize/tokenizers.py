@@ -249,8 +249,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 return encode(texts, **options)
         except Exception as error:  # the library has no class for its errors
             raise ConvertError(
-                f"{self.name}: cannot encode a text ({error}); give the tokenizer a token for what it "
-                f"does not know (unk_token), and its id"
+                f"{self.name}: cannot encode a text ({error}); does the tokenizer have a token for "
+                f"what it does not know (unk_token)?"
             ) from None
 
     def added_ids(self) -> tuple[list[int], list[int]]:

@@ -31,6 +31,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.errors.redaction import redact_urls
+from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.object_ops import delete, exists, find_etag, read_if_exists
 from streammega.storage.open import is_remote, local_path
@@ -274,7 +275,7 @@ def check_output(output: str) -> None:
             f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
             f"pipe cannot take; give a prefix, out/web for instance"
         )
-    if output.encode(errors="ignore").decode() != output:
+    if not is_utf8(output):
         raise ConfigError(f"{output!a}: is not UTF-8; give the dataset another name")
     _, scheme, path = output.partition("://")
     if scheme and "/" not in path.rstrip("/") and is_remote(output):
