@@ -132,7 +132,7 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
         columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
         row = 0
         for batch in batches:
-            source.skipped.note_read(batch.nbytes)
+            source.skipped.note_read(batch.get_total_buffer_size())
             wanted = batch.select(columns)
             # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
             try:
@@ -371,7 +371,8 @@ def _batch_bytes(batch: Any, limit: int, path: str) -> int:
     size = 0
     columns = list(batch.columns)
     for column in columns:
-        is_shared = pa.types.is_dictionary(column.type) or _is_text_view(column.type)
+        kind = column.type
+        is_shared = pa.types.is_dictionary(kind) or _is_text_view(kind) or _is_list_view(kind)
         size += 0 if is_shared else column.nbytes
     while columns and size <= limit:
         column = columns.pop()
@@ -392,11 +393,12 @@ def _batch_bytes(batch: Any, limit: int, path: str) -> int:
         elif isinstance(column, pa.lib.BaseListArray):
             count = pc.sum(pc.list_value_length(column)).as_py() or 0
             size += count
-            is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-            if is_view and count > len(column.values):
+            if _is_list_view(kind) and count > len(column.values):
                 raise ConvertError(f"{path}: has {kind}s that share values; cast them to lists")
             if size <= limit:
-                columns.append(column.flatten())
+                flat = column.flatten()
+                columns.append(flat)
+                size += flat.nbytes if _is_list_view(kind) else 0
         elif (
             pa.types.is_dictionary(kind)
             or pa.types.is_union(kind)
@@ -410,6 +412,12 @@ def _is_text_view(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _is_list_view(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
 def _value_bytes(values: Any) -> NDArray[np.int64]:
