@@ -26,8 +26,10 @@ from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer
 from streammega.train.watchdog import Watchdog
 
-SILENCE_S = 2.0
-"""Seconds that ranks wait before they repeat an error of the settings: torchrun looks ten times a second."""
+SILENCE_S = 20.0
+"""Seconds that ranks under torchrun wait before they repeat an error of the settings. It ends them
+when the first rank has exited, which may have started seconds later on a busy host.
+"""
 TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
 
 
@@ -168,10 +170,11 @@ def _print_error(name: str, text: str, *, is_on_all_ranks: bool = False) -> None
     is_on_all_ranks: the first rank of this host prints the same. torchrun then ends the others while
     they wait.
     """
-    if is_on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0":
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and is_on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SILENCE_S)
     print(f"{name}: {text}", file=sys.stderr, flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if file:
         # Source: torch.distributed.elastic.multiprocessing.errors, ErrorHandler.record_exception.
         cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

@@ -11,7 +11,7 @@ ranks. A rank that finds something writes it as the cause.
 
 | what the thread finds | the rank ends after |
 |---|---|
-| a cause | a beat |
+| a cause | two beats: a launcher ends the ranks of one host sooner, without a word of theirs |
 | a rank gives no sign of life | `MAX_SILENCE` beats, or `collective_timeout` if shorter; `MIN_SILENCE` after a signal |
 | the job's store does not answer | the same |
 | a rank waits, and another one is at an earlier place | `collective_timeout`, and up to `LOOK_BEATS` beats |
@@ -181,6 +181,8 @@ class Watchdog:
         self._next_look = 0
         self._is_ending = False
         """Whether a signal asks for the end of the run."""
+        self._has_cause = False
+        """Whether a beat has found the cause that a rank has written."""
         self._has_first_ended = False
         """Whether rank 0, which looks at all ranks, has finished."""
         self._answer_time = time.monotonic()
@@ -305,8 +307,10 @@ class Watchdog:
         """
         failure = store.first_failure()
         if failure is not None:
-            # The main thread is about to print its own failure.
-            return "" if failure.rank == self.rank else str(failure)
+            # Of its own failure the main thread is about to print more.
+            is_said = self._has_cause and failure.rank != self.rank
+            self._has_cause = True
+            return str(failure) if is_said else ""
         if self._beats < self._next_look:
             return ""
         max_silence = self._max_silence

@@ -145,7 +145,8 @@ def test_a_blocked_rank_prints_the_cause_of_another_and_ends(
     assert family.ended(0, 1, 2, within=SOON) == [1, 1, 1]
     [told] = re.findall(r"told at (\S+)", family.log(1))
     for rank in (0, 2):
-        assert family.said_last(rank) - float(told) < TOLD_WITHIN
+        # A beat at least, in which a launcher may end it without a second message.
+        assert BEAT_SECONDS <= family.said_last(rank) - float(told) < TOLD_WITHIN
         expected = f"error (rank {rank}): in step 5 (reducing): rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown"
         assert expected in family.log(rank)
 
