@@ -47,7 +47,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
     try:
         trainer = Trainer(config, device, watchdog)
         # The thread of the watchdog may end the process without a return from here.
-        watchdog.before_exit.append(trainer.flush)
+        watchdog.before_exit.append(trainer.abandon_log)
         trainer.resume()
         trainer.run()
     except Terminated:
@@ -60,7 +60,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
         raise failure from (error if isinstance(failure, RankError) else None)
     finally:
         if trainer is not None:
-            trainer.flush()
+            trainer.abandon_log()
     watchdog.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0
 """Between two uploads. Nothing can be appended to objects, so each upload is of whole files."""
+LAST_UPLOAD_SECONDS = 3.0
+"""For the upload of a run that fails: shorter than what the watchdog gives it."""
 CHUNK_BYTES = 8 << 20
 """Memory that an upload needs."""
 
@@ -41,12 +44,15 @@ class RunLog:
 
     Where `out_dir` is a URL, files are written on this machine, and a thread uploads those that have
     changed.
+
+    check_lock: raises StorageError where another job may write in `out_dir`.
     """
 
     def __init__(
         self,
         out_dir: str,
         storage: StorageConfig,
+        check_lock: Callable[[], None],
         *,
         iters: int,
         log_interval: int = 1,
@@ -61,27 +67,30 @@ class RunLog:
         """For one upload at a time: of two at once, the older could arrive last."""
         self._closed = threading.Event()
         self._policy = RetryPolicy.of(storage)
+        self._check_lock = check_lock
         self._iters = iters
         self._interval = log_interval
+        if tensorboard:
+            import_extra("tensorboard", "tensorboard", "train.tensorboard needs tensorboard")
         self._folder = Path(self._key)
         if self._store is not None:
+            earlier = b""
+            with suppress(ObjectNotFoundError):
+                earlier, _ = read_object(self._store, self._key_of(METRICS))
+            # The last that may fail: who has no RunLog cannot remove the folder.
             self._folder = Path(tempfile.mkdtemp(prefix="streammega-run-"))
+            (self._folder / METRICS).write_bytes(earlier)
+            threading.Thread(target=self._run, name="streammega-run-log", daemon=True).start()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / METRICS
-        if self._store is not None:
-            try:
-                data, _ = read_object(self._store, self._key_of(METRICS))
-                self._path.write_bytes(data)
-            except ObjectNotFoundError:
-                pass
-            threading.Thread(target=self._run, name="streammega-run-log", daemon=True).start()
         self._end_torn_line()
         self._tensorboard = _open_tensorboard(self._folder) if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished.
 
-        Waits for space while the disk is full. Raises StorageError if it stays full, OSError.
+        Waits for space while the disk is full. Raises StorageError if it stays full, or another job
+        may write there, OSError.
         """
         self._append(json.dumps(finite(record)) + "\n")
         step = record["step"]
@@ -106,6 +115,7 @@ class RunLog:
         """Upload what has changed, if `out_dir` is a URL. Raises StorageError."""
         if self._store is None:
             return
+        self._check_lock()
         with self._upload_lock:
             for path in sorted(self._folder.rglob("*")):
                 if not path.is_file():
@@ -124,28 +134,42 @@ class RunLog:
                         writer.write(data)
                 self._uploaded[name] = state
 
-    def flush(self) -> None:
-        """Write what TensorBoard has buffered."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
     def close(self) -> None:
-        """Flush, upload the rest, and remove the files of this machine."""
-        self.flush()
-        self._closed.set()
+        """Write what TensorBoard has buffered, upload the rest, and remove the files of this machine.
+
+        Raises StorageError.
+        """
+        self._flush()
         if self._store is not None and self._folder.is_dir():
             self.upload()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """As `close`, for a run that fails: raises nothing, and waits for the upload a short time."""
+        self._flush()
+        if self._store is not None and self._folder.is_dir():
+            upload = threading.Thread(target=self._try_to_upload, daemon=True)
+            upload.start()
+            upload.join(LAST_UPLOAD_SECONDS)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        self._closed.set()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _key_of(self, name: str) -> str:
         return f"{self._key}/{name}".lstrip("/")  # of a whole bucket the key is empty
 
     def _run(self) -> None:
         while not self._closed.wait(UPLOAD_SECONDS):
-            try:
-                self.upload()
-            except (StorageError, OSError) as error:
-                log.warning("metrics cannot be uploaded: %s", error)
+            self._try_to_upload()
+
+    def _try_to_upload(self) -> None:
+        try:
+            self.upload()
+        except (StorageError, OSError) as error:
+            log.warning("metrics cannot be uploaded: %s", error)
 
     def _end_torn_line(self) -> None:
         """End the last line if a kill cut it short, so that the next record has a line of its own."""
@@ -155,6 +179,7 @@ class RunLog:
 
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full."""
+        self._check_lock()
         size = self._path.stat().st_size if self._path.exists() else 0
 
         def attempt() -> None:
@@ -217,7 +242,6 @@ def finite(value: Any) -> Any:
 
 
 def _open_tensorboard(folder: Path) -> Any:
-    import_extra("tensorboard", "tensorboard", "train.tensorboard needs tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "tensorboard"))

@@ -136,6 +136,7 @@ class Trainer:
         self.run_log = RunLog(
             train.out_dir,
             config.data.storage,
+            self.checkpoints.check_lock,
             iters=train.train_iters,
             log_interval=train.log_interval,
             tensorboard=train.tensorboard,
@@ -443,10 +444,10 @@ class Trainer:
             self.config, self.model, lambda: self.watchdog.enter_phase("evaluating")
         )
 
-    def flush(self) -> None:
-        """Write buffered metrics. No other rank is needed, so also a run that fails calls it."""
+    def abandon_log(self) -> None:
+        """End the metrics of a run that fails. No other rank is needed."""
         if self.run_log:
-            self.run_log.flush()
+            self.run_log.abandon()
 
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""

@@ -90,7 +90,9 @@ class RankStatus(NamedTuple):
         return self.step, PHASES.index(self.phase)
 
     def __str__(self) -> str:
-        return f"last seen in step {self.step} ({self.phase}, for {self.seconds} s)"
+        # The others are often some steps further than the last sign of a rank that was killed.
+        often = f"seen every {BEAT_SECONDS:.0f} s"
+        return f"last seen in step {self.step} ({self.phase}, for {self.seconds} s; {often})"
 
 
 class Failure(NamedTuple):

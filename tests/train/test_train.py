@@ -57,6 +57,10 @@ def start(run_file: str, *overrides: str) -> Trainer:
     return Trainer(load_run(run_file, overrides), CPU)
 
 
+def run_log_in(folder: Path, storage: StorageConfig | None = None) -> RunLog:
+    return RunLog(str(folder), storage or StorageConfig(), lambda: None, iters=10)
+
+
 def records_of(config: RunConfig) -> list[dict[str, Any]]:
     return read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
 
@@ -1003,7 +1007,7 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
 
 @pytest.mark.guarantee("metrics-jsonl-line")
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
-    log = RunLog(str(tmp_path), StorageConfig(), iters=10)
+    log = run_log_in(tmp_path)
     log.write(
         {
             "step": 1,
@@ -1023,12 +1027,12 @@ def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> Non
 
 
 def test_what_a_power_failure_leaves_of_metrics_does_not_hinder_a_run(tmp_path: Path) -> None:
-    log = RunLog(str(tmp_path), StorageConfig(), iters=10)
+    log = run_log_in(tmp_path)
     log.write({"step": 1, "loss": 2.0})
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(bytes(100) + b'\n\xff\xfe\n[1]\n2\n{"loss": 1.0}\n{"step": "3"}\n{"step": 2')
     assert log.steps == {1}
-    RunLog(str(tmp_path), StorageConfig(), iters=10).write({"step": 2, "loss": 1.5})
+    run_log_in(tmp_path).write({"step": 2, "loss": 1.5})
     assert log.steps == {1, 2}
 
 
@@ -1037,7 +1041,7 @@ def test_metrics_wait_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     settings = StorageConfig(max_retries=2)
-    log = RunLog(str(tmp_path), settings, iters=10)
+    log = run_log_in(tmp_path, settings)
     log.write({"step": 1, "loss": 2.0})
     write, failures_left = os.write, failures
 
@@ -1059,7 +1063,7 @@ def test_metrics_wait_while_the_disk_is_full(
         else:
             with pytest.raises(StorageError, match=r"no space left.*failed after 3 tries"):
                 log.write({"step": 2, "loss": 1.5})
-    RunLog(str(tmp_path), settings, iters=10).write({"step": 3, "loss": 1.0})
+    run_log_in(tmp_path, settings).write({"step": 3, "loss": 1.0})
     assert log.steps == ({1, 2, 3} if failures == 2 else {1, 3})
 
 

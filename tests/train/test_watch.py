@@ -170,6 +170,7 @@ def test_a_rank_that_is_stopped_is_named_without_torchrun(scenes: dict[str, Scen
     family = scenes["stopped"].family
     assert family.ended(0, 2, within=SOON) == [1, 1]
     assert "rank 1 gives no sign of life; last seen in step 5 (reducing" in family.log(0)
+    assert "; seen every 1 s)" in family.log(0)
 
 
 @pytest.mark.guarantee("rank-stopped-named")

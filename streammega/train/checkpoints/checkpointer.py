@@ -34,7 +34,7 @@ from streammega.train.checkpoints.integrity import (
     first_cause,
     one_line,
 )
-from streammega.train.checkpoints.lock import JobLock
+from streammega.train.checkpoints.lock import JobLock, LostLockError
 from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.state import state_to_load, state_to_save
 from streammega.train.checkpoints.store import (
@@ -149,6 +149,11 @@ class Checkpointer:
         age = time.monotonic() - started
         return self._rank_sync.run_on_first(lambda: step if age <= seconds else None)
 
+    def check_lock(self) -> None:
+        """Raise LostLockError if another job may write in the out_dir now. The first rank calls it."""
+        if self._lock is not None:
+            self._lock.check()
+
     def close(self) -> None:
         """Wait for the save under way, and release the lock."""
         try:
@@ -232,7 +237,10 @@ class Checkpointer:
                 lambda: self._publish(step, name, metadata, whole_position)
             )
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
-            reason = one_line(first_cause(error))
+            cause = first_cause(error)
+            if isinstance(cause, LostLockError):
+                raise cause from None
+            reason = one_line(cause)
             raise StorageError(
                 f"{self.store.url}: the checkpoint of step {step} cannot be written ({reason}); "
                 f"free space there, or choose another train.out_dir. "
@@ -242,8 +250,7 @@ class Checkpointer:
     def _begin(self, step: int) -> str:
         """The name of a new folder. The first rank calls it."""
         # If another job has taken over, its files would look like those of a killed save.
-        if self._lock is not None:
-            self._lock.check()
+        self.check_lock()
         return self.store.begin(step)
 
     def _publish(
@@ -255,8 +262,7 @@ class Checkpointer:
         if self._before_publish is not None:
             self._before_publish()
         # Again: writing may have taken minutes, and another job may have taken over.
-        if self._lock is not None:
-            self._lock.check()
+        self.check_lock()
         self.store.publish(step, name, position)
         # Steps rise, so the last `keep`, at least one, stay.
         for old_step in self.store.steps()[: -self._keep]:

@@ -53,6 +53,10 @@ _ENDED_STATES = ("Z", "X")
 """Zombie and dead."""
 
 
+class LostLockError(StorageError):
+    """Another job may write in the out_dir now, so this one must not."""
+
+
 class FileLock:
     """The lock of a job on a disk. Raises ConfigError while another job has it, OSError where the
     file cannot be made.
@@ -85,7 +89,7 @@ class FileLock:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """Raise StorageError if the folder was moved or removed: another job can train there then."""
+        """Raise LostLockError if the folder was moved or removed: another job can train there then."""
         if self._fd is None:
             return
         try:
@@ -95,11 +99,11 @@ class FileLock:
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            raise StorageError(
+            raise LostLockError(
                 f"{self._path}: is gone, so {self._path.parent} was moved or removed; "
                 f"this job writes no more there"
             ) from None
-        raise StorageError(
+        raise LostLockError(
             f"{self._path}: {owner} has taken over, since {self._path.parent} was replaced; "
             f"this job writes no more there: end one of the two"
         )
@@ -143,9 +147,9 @@ class ObjectLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise StorageError if another job had taken over by the last renewal."""
+        """Raise LostLockError if another job had taken over by the last renewal."""
         if self._next_owner is not None:
-            raise StorageError(
+            raise LostLockError(
                 f"{self._url}: {self._next_owner} has taken over, since this job did not renew its "
                 f"lock in time; this job writes no more there: end one of the two"
             )
