@@ -77,7 +77,7 @@ class StorageConfig:
     """Largest single range request."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Most range requests in flight: limits many small reads."""
-    max_in_flight_bytes: Annotated[int, Ge(4096)] = 32 * MiB
+    max_in_flight_bytes: Annotated[int, Ge(4096)] = 48 * MiB
     """Most bytes of range requests in flight: limits few large reads. 8 MiB are the most where storage
     answers in less than four milliseconds.
     """
