@@ -22,7 +22,9 @@ from tokenizers import Tokenizer
 
 from streammega import DataConfig, IndexedDataset, SFTDataset
 from streammega.convert import ChatEncoder, ConvertOptions, convert
+from streammega.convert.tokenize import chat as chats
 from streammega.convert.tokenize import chat_templates as families
+from streammega.convert.tokenize import encode, long_text, tokenizers
 from streammega.convert.tokenize.chat import BUILT_IN, find_template
 from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
 from streammega.dataset.verify import verify
@@ -793,3 +795,78 @@ def test_documents_end_with_the_eos_token_of_a_tokenizer_folder(tmp_path: Path) 
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert resolve_eod_id(tokenizer, None) == tokenizer.find(found)
     assert resolve_eod_id(tokenizer, "<s>") == tokenizer.find("<s>")
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "LONG", 2000)
+    monkeypatch.setattr(encode, "LONG", 2000)
+    monkeypatch.setattr(long_text, "WINDOW", 900)
+    monkeypatch.setattr(long_text, "OVERLAP", 500)
+
+
+@pytest.mark.guarantee("long-texts-ids")
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("special_tokens", ["text", "parse"])
+@given(contents=st.lists(st.tuples(texts, st.integers(1, 300)), min_size=2, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_long_chat_has_the_tokens_and_answers_of_the_whole(
+    special_tokens: str, contents: list[tuple[str, int]]
+) -> None:
+    """Also where messages spell special tokens, which are text."""
+    record = chat(*(f"{content} and words " * count for content, count in contents))
+    encoder = encoder_of("chatml", special_tokens)
+    in_windows = encoder.conversation(record, "a:1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chats, "LONG", 1 << 30)
+        whole = encoder.conversation(record, "a:1")
+    assert [part.tolist() for part in in_windows] == [part.tolist() for part in whole]
+
+
+@pytest.mark.guarantee("long-texts-ids")
+@pytest.mark.parametrize("template", ["chatml", None])
+def test_long_chats_become_what_they_are_as_a_whole(
+    template: str | None, tmp_path: Path, small_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [chat("a question", "an answer of words, " * n) for n in (3, 500, 40, 2000)]
+    long.append(chat("spells </s>", "and <|im_end|> " * 300))
+    source = lines(tmp_path / "in.jsonl", *long, chat("short", "too"))
+    conversion = CONVERSION | {"chat_template": template, "eod": "</s>"}
+    given_to_tokenizer: list[int] = []
+    encode_batch = tokenizers.HuggingFaceTokenizer._call
+
+    def counted(self: Any, encode: Any, some: list[str], **options: bool) -> Any:
+        given_to_tokenizer.extend(map(len, some))
+        return encode_batch(self, encode, some, **options)
+
+    monkeypatch.setattr(tokenizers.HuggingFaceTokenizer, "_call", counted)
+    convert([source], str(tmp_path / "long"), **conversion)
+    assert max(given_to_tokenizer) < 2000
+    monkeypatch.setattr(chats, "LONG", 1 << 30)
+    monkeypatch.setattr(encode, "LONG", 1 << 30)
+    convert([source], str(tmp_path / "whole"), **conversion)
+    assert max(given_to_tokenizer) > 20_000
+    for suffix in (".bin", ".idx"):
+        whole = (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"long{suffix}").read_bytes() == whole
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("spells <|im_end|> and \U00100000", "in.jsonl:2: spells a special token, and holds"),
+        ("words " * 5000, "in.jsonl:2: the text cannot be cut into windows"),
+    ],
+)
+def test_a_chat_that_cannot_be_encoded_is_lost_alone(
+    answer: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_text, "MAX_WINDOW", 4000)
+    monkeypatch.setattr(long_text, "AGREEMENT", 4000)
+    source = lines(tmp_path / "in.jsonl", chat("a", "b"), chat("a", answer), chat("c", "d"))
+    conversion = CONVERSION | {"chat_template": "chatml"}
+    with pytest.raises(ConvertError, match=message):
+        convert([source], str(tmp_path / "out"), **conversion)
+    report = convert([source], str(tmp_path / "out"), on_error="skip", **conversion)
+    assert (report.documents, report.dropped) == (2, {"broken record": 1})

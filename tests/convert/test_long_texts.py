@@ -35,7 +35,7 @@ from tokenizers import (
 from streammega import IndexedDataset
 from streammega.convert import convert
 from streammega.convert.tokenize import encode, long_text, tokenizers
-from streammega.convert.tokenize.long_text import encode_long
+from streammega.convert.tokenize.long_text import encode_long, encode_long_with_spans
 from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConvertError
@@ -207,6 +207,10 @@ def compare(tokenizer: Any, examples: int) -> None:
     @settings(max_examples=examples, deadline=None)
     def check_text(text: str) -> None:
         assert ids_in_windows(tokenizer, text) == [*map(int, tokenizer.encode([text])[0])]
+        (whole,) = tokenizer.encode_with_spans([text])
+        spans = encode_long_with_spans(tokenizer, text, "a.txt")
+        for name in spans._fields:
+            assert getattr(spans, name).tolist() == getattr(whole, name).tolist()
 
     check_text()
 
@@ -534,34 +538,37 @@ def test_long_files_that_are_no_text_are_named_or_left_out(
 
 
 MEASURED = """
-import resource, sys
+import json, resource, sys
 from streammega.convert import convert
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert([sys.argv[1]], sys.argv[2], tokenizer=sys.argv[3], eod="<s>", workers=1)
+convert([sys.argv[1]], sys.argv[2], eod="<s>", workers=1, **json.loads(sys.argv[3]))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
+TEMPLATE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 
 @pytest.mark.guarantee("long-texts-ids")
-def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chat": True}, {"chat": True, "chat_template": TEMPLATE}],
+    ids=["text", "chat", "chat by a template"],
+)
+def test_memory_does_not_grow_with_a_document(tmp_path: Path, options: dict[str, Any]) -> None:
     MAKERS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
-    source = tmp_path / "long.txt"
-    source.write_text(
-        " ".join(SENTENCES * 8) * (6_000_000 // len((" ".join(SENTENCES) * 8).encode()))
-    )
-    command = [
-        sys.executable,
-        "-c",
-        MEASURED,
-        str(source),
-        str(tmp_path / "out"),
-        str(tmp_path / "tokenizer.json"),
-    ]
+    text = " ".join(SENTENCES * 8) * (6_000_000 // len((" ".join(SENTENCES) * 8).encode()))
+    source = tmp_path / ("long.jsonl" if options else "long.txt")
+    record = {"messages": [{"role": "assistant", "content": text}]}
+    source.write_text(json.dumps(record) if options else text)
+    options = options | {"tokenizer": str(tmp_path / "tokenizer.json")}
+    arguments = [str(source), str(tmp_path / "out"), json.dumps(options)]
+    command = [sys.executable, "-c", MEASURED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 300, "MiB; the library alone would take 700 MiB for all of it"
     indexed = IndexedDataset(str(tmp_path / "out"))
-    assert len(indexed) == 1
+    is_chat = "chat" in options
+    assert len(indexed) == 1 + is_chat
+    tokens = indexed[1][0] if is_chat else indexed[0]
     assert (
         Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>")
-        == np.asarray(indexed[0])[-1]
+        == np.asarray(tokens)[-1]
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
 from streammega.convert.tokenize.chat_templates import DATE, ChatTemplate, Rendered, SpecialTokens
+from streammega.convert.tokenize.long_text import LONG, encode_long_with_spans
 from streammega.convert.tokenize.tokenizer_files import (
     CONFIG,
     read_settings,
@@ -121,37 +122,48 @@ class ChatEncoder:
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A record's token ids int32 [tokens], and bool [tokens]: what the assistant says.
 
-        Raises FormatError.
+        Raises FormatError, ConvertError.
         """
         (encoded,) = self.encode([self.render(record, where)])
         return encoded
 
     def render(self, record: Any, where: str) -> Rendered:
-        """A record as text. Raises FormatError that names where it came from."""
-        return self.template.render(record, where, self._special)
+        """A record as text. Raises FormatError, ConvertError that name where it came from.
+
+        One that cannot be encoded with others is encoded here: it may be refused, alone.
+        """
+        chat = self.template.render(record, where, self._special)
+        tokenizer = self._tokenizer
+        # Special tokens of the template must be kept apart from those that messages spell.
+        needs_stand_ins = bool(chat.breaks) or self._always_stands_in
+        is_long = len(chat.text) >= LONG and not tokenizer.encodes_any_length
+        if not needs_stand_ins and not is_long:
+            return chat
+        encoded_chat = chat
+        if needs_stand_ins:
+            tokenizer = self._by_stand_ins
+            encoded_chat = self._with_stand_ins(chat)
+        if is_long:
+            spans = encode_long_with_spans(tokenizer, encoded_chat.text, where)
+        else:
+            (spans,) = tokenizer.encode_with_spans([encoded_chat.text])
+        return replace(chat, encoded=self._with_answers(encoded_chat, spans))
 
     def encode(
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
         """Ids and answers of each; the tokenizer works on several at once."""
-        plain_texts = [chat.text for chat in chats if not self._needs_stand_ins(chat)]
-        plain = iter(self._tokenizer.encode_with_spans(plain_texts))
-        encoded: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
-        for chat in chats:
-            if self._needs_stand_ins(chat):
-                chat = self._with_stand_ins(chat)
-                (spans,) = self._by_stand_ins.encode_with_spans([chat.text])
-            else:
-                spans = next(plain)
-            answers = np.array(chat.answers, np.int64).reshape(-1, 2)
-            if self._tokenizer.spans_in_bytes:
-                answers = _in_bytes(chat)
-            encoded.append((spans.ids, _covered(spans, answers)))
-        return encoded
+        texts = [chat.text for chat in chats if chat.encoded is None]
+        spans_of_texts = iter(self._tokenizer.encode_with_spans(texts))
+        return [chat.encoded or self._with_answers(chat, next(spans_of_texts)) for chat in chats]
 
-    def _needs_stand_ins(self, chat: Rendered) -> bool:
-        """Whether special tokens of the template must be kept apart from those that messages spell."""
-        return bool(chat.breaks) or self._always_stands_in
+    def _with_answers(
+        self, chat: Rendered, spans: TokenSpans
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        answers = np.array(chat.answers, np.int64).reshape(-1, 2)
+        if self._tokenizer.spans_in_bytes:
+            answers = _in_bytes(chat)
+        return spans.ids, _covered(spans, answers)
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:

@@ -17,6 +17,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.dataset.conversations import encodable, joined_content, turns_of
@@ -142,6 +145,8 @@ class Rendered:
     """Places within special tokens that messages spell: these are text, and no tokens of the
     template.
     """
+    encoded: tuple[NDArray[np.int32], NDArray[np.bool_]] | None = None
+    """Its ids, and which of them are answers; None: it is encoded together with others."""
 
 
 @dataclass(frozen=True, kw_only=True)

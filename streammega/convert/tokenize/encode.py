@@ -242,21 +242,22 @@ class BatchEncoder:
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
-        where = document.where
+        parts: list[Part]
         if self.options.chat and document.is_record:
-            return _conversation(_record(document), where)
-        texts = self._texts(document)
-        parts: list[Part] = []
-        for number, (text, mode) in enumerate(texts, 1):
-            is_last = number == len(texts)
-            if len(text) < LONG or self.tokenizer.encodes_any_length:
-                parts.append((text, mode, is_last))
-                continue
-            # the ids take less memory than what a tokenizer needs for all of a long text at once
-            windows = encode_long(self.tokenizer, text, where)
-            ids = np.concatenate([ids.astype(self.dtype) for ids in windows])
-            parts.append((ids, mode, is_last))
-        return parts
+            parts = _conversation(_record(document), document.where)
+        else:
+            texts = self._texts(document)
+            parts = [(text, mode, n == len(texts)) for n, (text, mode) in enumerate(texts, 1)]
+        return [
+            (self._ids_if_long(text, document.where), mode, is_end) for text, mode, is_end in parts
+        ]
+
+    def _ids_if_long(self, text: Text, where: str) -> Text:
+        """The ids take less memory than what a tokenizer needs for all of a long text at once."""
+        if not isinstance(text, str) or len(text) < LONG or self.tokenizer.encodes_any_length:
+            return text
+        windows = encode_long(self.tokenizer, text, where)
+        return np.concatenate([ids.astype(self.dtype) for ids in windows])
 
     def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
         """(text, mode) of each sequence of a document without messages."""

@@ -11,13 +11,13 @@ window is made wider until they do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.tokenize.tokenizers import Tokenizer
+from streammega.convert.tokenize.tokenizers import Tokenizer, TokenSpans, end_to_end
 from streammega.errors import ConvertError
 
 LONG = 1 << 20
@@ -34,31 +34,42 @@ MAX_WINDOW = 16 << 20
 """Characters of the widest window, which takes some 2 GiB of memory."""
 
 Ids = NDArray[np.int32]
+NO_PLACES = np.empty(0, np.int64)
 
 
 class _Window(NamedTuple):
-    """Characters [start, stop) of a text, and their tokens."""
+    """Characters [start, stop) of a text, and their tokens with their places in the window."""
 
     start: int
     stop: int
-    ids: Ids
+    tokens: TokenSpans
+
+    @property
+    def ids(self) -> Ids:
+        return self.tokens.ids
+
+    def part(self, first: int, stop: int | None = None) -> TokenSpans:
+        """Its tokens [first, stop). Places in characters are those in the text."""
+        ids, starts, stops = self.tokens
+        return TokenSpans(
+            ids[first:stop], starts[first:stop] + self.start, stops[first:stop] + self.start
+        )
 
 
 class _Windows:
     """Windows of a text, encoded several at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encode: Callable[[list[str]], Iterable[TokenSpans]], text: str) -> None:
+        self._encode = encode
         self._text = text
         self._ready: deque[tuple[_Window, Ids]] = deque()
 
     def encode(self, bounds: list[tuple[int, int]]) -> list[_Window]:
         """Windows of these characters."""
-        texts = [self._text[start:stop] for start, stop in bounds]
-        encoded = self._tokenizer.encode(texts, bare=True)
+        encoded = self._encode([self._text[start:stop] for start, stop in bounds])
         return [
-            _Window(start, stop, np.asarray(ids, np.int32))
-            for (start, stop), ids in zip(bounds, encoded, strict=True)
+            _Window(start, stop, tokens)
+            for (start, stop), tokens in zip(bounds, encoded, strict=True)
         ]
 
     def after(self, window: _Window) -> tuple[_Window, Ids]:
@@ -92,9 +103,35 @@ def encode_long(tokenizer: Tokenizer, text: str, where: str) -> Iterator[Ids]:
 
     Raises ConvertError where windows do not agree.
     """
+
+    def without_places(texts: list[str]) -> Iterator[TokenSpans]:
+        for ids in tokenizer.encode(texts, bare=True):
+            yield TokenSpans(np.asarray(ids, np.int32), NO_PLACES, NO_PLACES)
+
     before, after = tokenizer.added_ids()
     yield np.array(before, np.int32)
-    windows = _Windows(tokenizer, text)
+    for part in _parts(without_places, text, where):
+        yield part.ids
+    yield np.array(after, np.int32)
+
+
+def encode_long_with_spans(tokenizer: Tokenizer, text: str, where: str) -> TokenSpans:
+    """Tokens of a text with their places: those that `encode_with_spans` finds in it as a whole.
+
+    Raises ConvertError where windows do not agree.
+    """
+    parts = list(_parts(tokenizer.encode_with_spans, text, where))
+    ids, starts, stops = (np.concatenate(values) for values in zip(*parts, strict=True))
+    if tokenizer.spans_in_bytes:  # these are those in the windows
+        return end_to_end(ids, stops - starts)
+    return TokenSpans(ids, starts, stops)
+
+
+def _parts(
+    encode: Callable[[list[str]], Iterable[TokenSpans]], text: str, where: str
+) -> Iterator[TokenSpans]:
+    """The tokens of a text, a window at a time."""
+    windows = _Windows(encode, text)
     (window,) = windows.encode([(0, min(len(text), WINDOW))])
     first = 0
     """The first token of the window that was not given yet."""
@@ -102,7 +139,7 @@ def encode_long(tokenizer: Tokenizer, text: str, where: str) -> Iterator[Ids]:
         following, overlap = windows.after(window)
         joined = _join(window.ids, overlap, following.ids)
         if joined is not None and joined[0] >= first:
-            yield window.ids[first : joined[0]]
+            yield window.part(first, joined[0])
             window = following
             first = joined[1]
             continue
@@ -115,8 +152,7 @@ def encode_long(tokenizer: Tokenizer, text: str, where: str) -> Iterator[Ids]:
                 f"it into documents of less than {LONG:,} characters, or leave it out"
             )
         window = wider
-    yield window.ids[first:]
-    yield np.array(after, np.int32)
+    yield window.part(first)
 
 
 def _join(before: Ids, overlap: Ids, after: Ids) -> tuple[int, int] | None:

@@ -457,7 +457,7 @@ class TiktokenTokenizer(Tokenizer):
         for text in texts:
             ids = np.array(self._encode(text), np.int32)
             sizes = np.array(list(map(len, self.model.decode_tokens_bytes(ids.tolist()))), np.int64)
-            spans_of_texts.append(_end_to_end(ids, sizes))
+            spans_of_texts.append(end_to_end(ids, sizes))
         return spans_of_texts
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
@@ -527,7 +527,7 @@ class BytesTokenizer(Tokenizer):
                 stored = np.frombuffer(part.encode(), np.uint8)
                 ids.append(stored.astype(np.int32))
                 sizes.append(np.ones(len(stored), np.int64))
-            spans_of_texts.append(_end_to_end(np.concatenate(ids), np.concatenate(sizes)))
+            spans_of_texts.append(end_to_end(np.concatenate(ids), np.concatenate(sizes)))
         return spans_of_texts
 
     def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
@@ -567,7 +567,7 @@ def _with_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Tok
     return TokenSpans(np.array(ids, np.int32), bounds[:, 0], bounds[:, 1])
 
 
-def _end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
+def end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
     """Tokens of so many bytes each, one after the other."""
     stops = np.cumsum(sizes)
     return TokenSpans(ids, stops - sizes, stops)
