@@ -392,7 +392,8 @@ FORMATS: dict[str, tuple[str, str, Callable[[], list[bytes]], Reader]] = {
     "bz2": (
         ".jsonl.bz2",
         "jsonl",
-        lambda: [bz2.compress(_jsonl_seed())],
+        # small blocks: its memory is touched for each input
+        lambda: [bz2.compress(_jsonl_seed(), 1)],
         _decompressed(bz2.decompress),
     ),
     "xz": (
