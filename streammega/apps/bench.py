@@ -261,7 +261,7 @@ def peak_bytes() -> int:
 
 def advice(report: Report, setup: Setup) -> list[str]:
     """What would help, the largest help first; that nothing would where the need is met."""
-    from streammega.apps.machine import check_disk
+    from streammega.apps.machine import FEWER_REQUESTS, check_disk
 
     figures = report.get("full_speed")
     if not figures:
@@ -285,9 +285,7 @@ def advice(report: Report, setup: Setup) -> list[str]:
                 lines.append(f"cache_dir: {finding.result}: {finding.remedy}")
     if figures["throttled"]:
         lines.append(
-            f"the store refused {figures['throttled']:,} requests (429, 503): have its limit raised, "
-            f"set cache_dir, run fewer jobs on the bucket, or take larger shuffle_block_bytes before "
-            f"the run"
+            f"the store refused {figures['throttled']:,} requests (429, 503): {FEWER_REQUESTS}"
         )
     elif not is_met and figures["waited_share"] < FULL_SPEED_WAITS:
         lines.append(

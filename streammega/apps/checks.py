@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from streammega import StorageConfig, StreammegaError
 from streammega.apps.machine import (
+    FEWER_REQUESTS,
     NETWORK_DISKS,
     Finding,
     check_disk,
@@ -382,7 +383,9 @@ class Examination:
             raise Blocked
         for rate in self.rates:
             if not rate.requests and not rate.refused:
-                result = f"none of {size_of(rate.bytes)} within {rate.seconds:.0f} s"
+                result = (
+                    f"none of {rate.at_once} x {size_of(rate.bytes)} within {rate.seconds:.0f} s"
+                )
                 yield warning("answers", result, "look at the server, and proxies on the way")
         yield from self._check_throttling()
         if failed:
@@ -462,7 +465,7 @@ class Examination:
         accepted = max((rate.at_once for rate in self.rates if not rate.refused), default=0)
         per_second = max(rate.requests / rate.seconds for rate in refused)
         result = f"requests were refused (429, 503); {per_second:,.0f} a second were answered"
-        remedy = "fewer jobs on the bucket, cache_dir, or larger shuffle_block_bytes before a run"
+        remedy = FEWER_REQUESTS
         if accepted > 1:
             self.changes["max_concurrent_requests"] = accepted
             remedy = f"max_concurrent_requests = {accepted}; {remedy}"

@@ -25,6 +25,11 @@ SPEED_BYTES = 32 * MiB
 """Bytes that are written, for a second at most, to measure a disk."""
 NETWORK_DISKS = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs", "afs")
 """Beginnings of the names of file systems that other machines serve."""
+FEWER_REQUESTS = (
+    "run fewer jobs on the bucket, set cache_dir, take larger shuffle_block_bytes before the run, or "
+    "have the limit raised"
+)
+"""The remedy where a store refuses requests (429, 503)."""
 PACKAGES = ("torch", "numpy", "numba", "obstore", "fsspec", "s3fs")
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from streammega.apps.machine import FEWER_REQUESTS
 from streammega.cli.render import Report
 from streammega.errors import ConfigError
 
@@ -489,8 +490,8 @@ def _findings(
         )
     if window["refused"]:
         yield (
-            f"the store refused {window['refused']:,} of {window['requests']:,} requests: too many "
-            f"jobs share the bucket, or a cache_dir is missing"
+            f"the store refused {window['refused']:,} of {window['requests']:,} requests: "
+            f"{FEWER_REQUESTS}"
         )
     if window["failed"]:
         yield f"{window['failed']:,} requests failed for good: the logs of the ranks say why"
