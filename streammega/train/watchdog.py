@@ -57,8 +57,10 @@ minutes.
 """
 FLUSH_TIMEOUT = 5.0
 """Seconds that flushing metrics, and writing the cause, may take before the process ends."""
-CLIENT_TIMEOUT = timedelta(seconds=10)
-"""Time for one request to the store, whose keys exist already."""
+CLIENT_TIMEOUT = timedelta(seconds=5)
+"""Time for one request to the store, whose keys exist already. Where its host is gone, torch takes up
+to three times as long to notice.
+"""
 MAX_CAUSE_CHARACTERS = 2000
 CAUSE = "streammega/cause"
 ENDED = "ended"
@@ -276,9 +278,7 @@ class Watchdog:
         requests = self.stop_requests
         while not self._closed.is_set():
             self._beats += 1
-            if requests.first_signal is not None and not self._is_ending:
-                self._is_ending = True
-                self._next_look = self._beats
+            self._note_signal()
             code = 1
             try:
                 self._store.publish(self.rank, self._status())
@@ -287,6 +287,8 @@ class Watchdog:
             except Exception as error:
                 # A connection that broke: the next beat takes another.
                 log.debug("the job's store does not answer: %s", error)
+                requests.wait(0)  # a signal may have come while it was asked, which takes seconds
+                self._note_signal()
                 seconds = time.monotonic() - self._answer_time
                 reason = ""
                 if seconds >= self._max_silence * BEAT_SECONDS:
@@ -302,6 +304,11 @@ class Watchdog:
             if reason and not self._closed.is_set():
                 self._exit(reason, code)
             requests.wait(BEAT_SECONDS)
+
+    def _note_signal(self) -> None:
+        if self.stop_requests.first_signal is not None and not self._is_ending:
+            self._is_ending = True
+            self._next_look = self._beats
 
     def _reason_to_end(self, store: StatusStore) -> str:
         """The cause that another rank has written, or that this one finds in the statuses; empty
