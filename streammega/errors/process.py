@@ -1,5 +1,5 @@
-"""What our commands do about errors that they do not expect: defects, and SIGBUS, where a mapped file was
-shortened or its disk failed.
+"""What our commands do about what they do not expect: defects, Ctrl-C within LLVM, and SIGBUS, where a
+mapped file was shortened or its disk failed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 from streammega.errors import ConfigError
@@ -20,6 +22,10 @@ from streammega.errors.redaction import redact_answer
 from streammega.errors.words import in_one_line
 
 PACKAGE = Path(__file__).parents[1]
+LLVM_MODULE = "llvmlite.binding.executionengine"
+"""The module that calls LLVM to compile, and that LLVM calls back."""
+AGAIN_SECONDS = 0.05
+"""From a Ctrl-C within LLVM to the next try."""
 
 
 def set_log_level(default: str) -> None:
@@ -75,6 +81,28 @@ def describe_defect(error: Exception) -> str:
         f"{reason} ({Path(last.filename).name}, line {last.lineno}); this is a defect of streammega: "
         "please report it, with what the same command prints with STREAMMEGA_LOG=DEBUG"
     )
+
+
+def keep_interrupts() -> None:
+    """From now on, a Ctrl-C that comes while LLVM compiles a kernel is not lost.
+
+    Python may run the handler in a callback of LLVM's, whose errors are only printed: the compilation
+    fails without a reason then, or goes on. Our commands call this, in the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, within LLVM a little later."""
+    while frame is not None and frame.f_globals.get("__name__") != LLVM_MODULE:
+        frame = frame.f_back
+    if frame is None:
+        raise KeyboardInterrupt
+    again = threading.Timer(AGAIN_SECONDS, signal.raise_signal, [number])
+    again.daemon = True
+    again.start()
 
 
 class _SignalAction(ctypes.Structure):

@@ -145,10 +145,14 @@ def datasets_with_indices(config: DataConfig) -> list[GPTDataset]:
 def build_indices(datasets: Sequence[GPTDataset]) -> Iterator[Prepared]:
     """Build the indices of datasets, several at once; yields each when it is done."""
     # threads: the kernels that build hold no GIL
-    with ThreadPoolExecutor(num_threads()) as pool:
+    pool = ThreadPoolExecutor(num_threads())
+    try:
         futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]
         for future in as_completed(futures):
             yield future.result()
+    finally:
+        # After an error or Ctrl-C nothing more begins, and what is under way is not waited for.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _built(config: DataConfig) -> list[SplitDataset | None]:

@@ -4,6 +4,7 @@ orders.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from streammega.cli.order_report import measure_order
 from streammega.errors import ConfigError
 from streammega.order.quality import shuffle_quality
 from streammega.samples import blended, gpt
+from streammega.samples import open as opening
 from streammega.samples.open import prepare
 from streammega.storage.progress import ProgressObserver
 from tests.support.builders import write_random_pair
@@ -75,6 +77,27 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     for a, b in zip(built.datasets, fetched.datasets, strict=True):  # type: ignore[union-attr]
         np.testing.assert_array_equal(a.document_index, b.document_index)
         np.testing.assert_array_equal(a.shuffle_index, b.shuffle_index)
+
+
+def test_after_ctrl_c_no_further_index_is_built_or_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    is_over = threading.Event()
+
+    def build(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            raise KeyboardInterrupt
+        is_over.wait(60)
+
+    monkeypatch.setattr(opening, "_prepare_one", build)
+    monkeypatch.setattr(opening, "num_threads", lambda: 1)
+    datasets: Any = range(3)
+    with pytest.raises(KeyboardInterrupt):
+        list(opening.build_indices(datasets))
+    assert 2 not in begun
+    is_over.set()
 
 
 def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> None:
