@@ -48,6 +48,8 @@ class ObjectInfo:
 
 Part = tuple[ObjectInfo, int, int]
 """Bytes [start, stop) of an object."""
+MAX_KEY_BYTES = 1024
+"""The limit of S3. Other object stores have the same, or one byte less."""
 MAX_UPLOADS = 3
 """Times that an object is written, each after its upload was refused."""
 PARTS_TOGETHER = 16
@@ -363,11 +365,24 @@ def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
 
 
 def check_object_key(url: str, key: str) -> None:
-    """Raise ConfigError for a key that ends in a slash: clients send it with some requests only."""
+    """Raise ConfigError for a key that is too long, or ends in a slash: clients send it with some requests
+    only.
+    """
+    check_key_length(url, key)
     if key.endswith("/"):
         raise ConfigError(
             f"{url}: a name that ends in a slash is a folder, not an object; leave the slash out if "
             f"it is an object"
+        )
+
+
+def check_key_length(url: str, key: str) -> None:
+    """Raise ConfigError for a key, or a beginning of keys, that is too long: obstore would panic."""
+    num_bytes = len(key.encode(errors="surrogateescape"))
+    if num_bytes > MAX_KEY_BYTES:
+        raise ConfigError(
+            f"{url[:100]}…: the name has {num_bytes} bytes, and object stores take at most "
+            f"{MAX_KEY_BYTES}; give a shorter one"
         )
 
 

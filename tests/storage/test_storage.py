@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -667,6 +668,16 @@ def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_n
             put(store, own, b"new")
             assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"new"
             put(store, own, key.encode())
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/", "oss://bucket/"])
+def test_a_name_that_no_object_can_have_is_refused_before_a_request(url: str) -> None:
+    """obstore panics at an address of more than 64 KiB."""
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://127.0.0.1:1"}
+    store, key = open_store(url + "k" * 70_000, StorageConfig(storage_options=options))
+    for call in (store.info, store.list, partial(store.read, spans=[(0, 1)])):
+        with pytest.raises(ConfigError, match=r"70000 bytes, .* at most 1024; give a shorter one"):
+            call(key)
 
 
 @pytest.mark.guarantee("object-name-read")

@@ -50,6 +50,7 @@ from streammega.storage.store import (
     ObjectInfo,
     ObjectWriter,
     Span,
+    check_key_length,
     check_length,
     check_object_key,
     listed_etag,
@@ -263,6 +264,7 @@ class ObstoreStore(RemoteStore):
     @shares_answers
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request. The prefix may end inside a name."""
+        check_key_length(self.url(prefix), prefix)
         # obstore lists by whole path segments. Other objects are left out below.
         folder = prefix.rpartition("/")[0] or None
 
