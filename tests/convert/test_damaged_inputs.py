@@ -30,8 +30,12 @@ from hypothesis import strategies as st
 from streammega.cli.main import main
 from streammega.config import StorageConfig
 from streammega.convert import ConvertReport, Task, convert, convert_task, merge_tasks
+from streammega.convert.documents import Tokens
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read import mds_litdata
 from streammega.convert.read.compression import PieceReader, decompress, open_stream
+from streammega.convert.read.formats import read_slice
+from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.errors import ConfigError, ConvertError
 from tests.support.builders import stored_texts
 
@@ -451,17 +455,102 @@ def test_a_list_of_nulls_that_takes_no_bytes_is_as_large_as_it_says(
         convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop", max_record_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("sound", [0, 1, 17, 99])
+@pytest.mark.parametrize("sound", [0, 1, 17, 98])
 def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound: int) -> None:
-    texts = [f"text {number}".encode() for number in range(100)]
-    texts[sound] = b"\xff\xff"
-    column = pa.array(texts).cast(pa.string(), safe=False)
-    batch = pa.RecordBatch.from_arrays([column], ["text"])
-    with pa.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
+    texts = [f"text {number}" for number in range(100)]
+    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+    offsets[sound + 1] = 1 << 28
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer("".join(texts).encode())]
+    column = pa.Array.from_buffers(pa.string(), 100, buffers)
+    write_arrow(tmp_path / "a.arrow", column)
     (tmp_path / "z.jsonl").write_text('{"text": "other"}\n')
     convert_to(tmp_path, tmp_path / "a.arrow", tmp_path / "z.jsonl")
-    assert made(tmp_path) == [*(text.decode() for text in texts[:sound]), "other"]
+    assert made(tmp_path) == [*texts[:sound], "other"]
+
+
+NOT_UTF8 = pa.array([b"bad \xff"]).cast(pa.string(), safe=False)
+BAD_VALUES: dict[str, tuple[pa.Array, str]] = {
+    "text": (NOT_UTF8, r":18: is not UTF-8 text \(byte 4\)"),
+    "id": (pa.array([10**17], pa.timestamp("ms")), ":18: has a value that Python cannot hold"),
+    "messages": (
+        pa.ListArray.from_arrays(
+            [0, 1],
+            pa.StructArray.from_arrays([pa.array(["assistant"]), NOT_UTF8], ["role", "content"]),
+        ),
+        r":18: is not UTF-8 text \(byte 4\)",
+    ),
+    "ids": (pa.array([[5, None]]), ":18: a list of ids holds a null"),
+    "padded ids": (pa.array([[5, -1]]), ":18: holds the id -1"),
+}
+GOOD_VALUES: dict[str, Callable[[int], Any]] = {
+    "text": lambda n: f"text {n}",
+    "id": lambda n: n * 1000,
+    "messages": lambda n: [{"role": "assistant", "content": f"text {n}"}],
+    "ids": lambda n: list(f"text {n}".encode()),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_VALUES)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_bad_value_costs_its_row_alone(form: str, kind: str, tmp_path: Path) -> None:
+    bad, message = BAD_VALUES[kind]
+    name = kind.rpartition(" ")[2]
+    good = pa.array([GOOD_VALUES[name](n) for n in range(40)], bad.type)
+    columns = {name: pa.concat_arrays([good[:17], bad, good[18:]])}
+    columns.setdefault("text", pa.array([f"text {n}" for n in range(40)]))
+    table = pa.table(columns)
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    options_of: dict[str, dict[str, Any]] = {
+        "text": {},
+        "id": {"provenance": True},
+        "messages": {"chat": True},
+        "ids": {"text_key": "ids", "tokenizer": None, "eod_id": 256},
+    }
+    options = options_of[name]
+    report = convert_to(tmp_path, path, **options)
+    assert (report.documents, report.dropped) == (39, {"broken record": 1})
+    if name != "messages":
+        assert made(tmp_path) == [f"text {n}" for n in range(40) if n != 17]
+    with pytest.raises(ConvertError, match=message):
+        convert_to(tmp_path, path, on_error="stop", **options)
+
+
+LARGE_TEXT = "x" * (1 << 20)
+STORED_ONCE: dict[str, tuple[pa.Array, dict[str, Any]]] = {
+    "texts of a dictionary": (pa.array([LARGE_TEXT] * 300), {}),
+    "texts that repeat the one before": (
+        pa.array([LARGE_TEXT] * 300),
+        {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"},
+    ),
+    "bytes of one size": (pa.array([LARGE_TEXT.encode()] * 300, pa.binary(1 << 20)), {}),
+    "lists of a text": (pa.array([[LARGE_TEXT] * 10] * 30), {}),
+    "lists of an id": (pa.array([[7] * (1 << 18)] * 300, pa.list_(pa.int32())), {}),
+}
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+@pytest.mark.parametrize("kind", STORED_ONCE)
+def test_large_values_that_parquet_stores_once_do_not_fill_the_memory(
+    kind: str, tmp_path: Path
+) -> None:
+    column, options = STORED_ONCE[kind]
+    path = tmp_path / "a.parquet"
+    large = {"data_page_size": 1 << 30, "dictionary_pagesize_limit": 1 << 30}
+    pq.write_table(pa.table({"text": column}), path, **(large | options))
+    assert path.stat().st_size < 1 << 20
+    piece = Slice(input=Input(path=str(path), format="parquet", size=1, etag=""))
+    conversion = ConvertOptions(max_record_bytes=16 << 20)
+    before = pa.total_allocated_bytes()
+    rows = 0
+    for item in read_slice(piece, conversion, StorageConfig(), Skipped()):
+        rows += len(item.lengths) if isinstance(item, Tokens) else 1
+        assert pa.total_allocated_bytes() - before < 100 << 20, "of 300 MiB"
+    assert rows == len(column)
 
 
 @pytest.mark.guarantee("sizes-before-memory")

@@ -26,6 +26,7 @@ from streammega.convert.read.source import (
     unreadable,
 )
 from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.dataset.conversations import not_utf8
 from streammega.dataset.provenance import LINE
 from streammega.errors import ConvertError, StreammegaError
 from streammega.errors.words import pluralize
@@ -41,6 +42,10 @@ BATCH_BYTES = 16 << 20
 """Bytes of decoded columns in memory, so that rows of a MiB are not read by the thousand."""
 MAX_ROWS = 1024
 """Rows that are decoded together at most, however short."""
+VALUE_BYTES = 8
+"""Bytes of a decoded value, about: of a number, or of the place of a text."""
+MAX_TEXTS = 64
+"""Texts that are decoded together at most, where each may be a large one that is stored once."""
 
 
 def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -54,8 +59,6 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
         groups = [table.metadata.row_group(number) for number in range(stop)]
         wanted = groups[piece.start :]
         num_rows = max(1, sum(group.num_rows for group in wanted))
-        num_bytes = max(1, sum(group.total_byte_size for group in wanted))
-        rows_at_once = max(1, min(MAX_ROWS, BATCH_BYTES * num_rows // num_bytes))
         paths, ids = _wanted_paths(table.schema_arrow, source)
         # of structs, only the fields that are wanted; the text may be the id
         columns = [".".join(path) for path in dict.fromkeys([*paths, *ids])]
@@ -63,6 +66,7 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
         for number, group in enumerate(wanted, piece.start):
             first_row = row = stop_row
             stop_row += group.num_rows
+            rows_at_once = _rows_at_once(group, columns, source.options.max_record_bytes)
             try:
                 for batch in table.iter_batches(rows_at_once, row_groups=[number], columns=columns):
                     read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
@@ -82,6 +86,28 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
                 where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
                 message = unreadable(source.path, error, source.storage, where)
                 source.fault("unreadable row", message, stop_row - row)
+
+
+def _rows_at_once(group: Any, names: Sequence[str], max_record_bytes: int) -> int:
+    """Rows of a row group whose columns of these names take BATCH_BYTES or so when they are decoded.
+
+    The sizes that are stored do not count a text again that many rows share by a dictionary, or
+    that repeats the one before. It may be as large as all that is stored: as many are decoded
+    together as take no more than the largest record.
+    """
+    num_bytes = 1
+    rows: int = MAX_ROWS
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+            continue
+        stored = max(1, column.total_uncompressed_size)
+        num_bytes += max(stored, column.num_values * VALUE_BYTES)
+        is_text = column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+        if is_text and (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings):
+            texts = min(MAX_TEXTS, max_record_bytes // stored)
+            rows = min(rows, texts * group.num_rows // max(1, column.num_values))
+    return max(1, min(rows, BATCH_BYTES * int(group.num_rows) // num_bytes))
 
 
 def cut_row_groups(
@@ -136,7 +162,7 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
             wanted = batch.select(columns)
             # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
             try:
-                wanted.validate(full=True)
+                _check_offsets(wanted)
             except pa.ArrowInvalid:
                 if rows := _sound_rows(wanted):
                     yield from _rows(wanted.slice(0, rows), paths, source, row)
@@ -145,13 +171,45 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
             row += batch.num_rows
 
 
+def _check_offsets(batch: Any) -> None:
+    """Raise pyarrow's ArrowInvalid for what it must not read. A text in another encoding may be read:
+    it is refused with its row.
+    """
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        for column in batch.columns:
+            kind = _with_bytes(column.type)
+            (column if kind == column.type else column.view(kind)).validate(full=True)
+
+
+def _with_bytes(kind: Any) -> Any:
+    """A type with bytes in place of texts."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_with_bytes(kind.value_type)))
+    types = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+        pa.string_view(): pa.binary_view(),
+    }
+    return types.get(kind, kind)
+
+
 def _sound_rows(batch: Any) -> int:
     """How many rows of a damaged record batch come before the damage."""
     import pyarrow as pa
 
     def is_damaged(rows: int) -> bool:
         try:
-            batch.slice(0, rows).validate(full=True)
+            _check_offsets(batch.slice(0, rows))
         except pa.ArrowInvalid:
             return True
         return False
@@ -326,7 +384,10 @@ def _all_names(schema: Any) -> Iterator[str]:
 def _rows(
     batch: Any, paths: list[Path], source: Source, first: int
 ) -> Iterator[RawDocument | Tokens]:
-    """Records of a record batch; one column of integer lists is taken as tokens."""
+    """Records of a record batch; one column of integer lists is taken as tokens.
+
+    A bad value makes a fault of its row: the rows that were to be read with it are read one by one.
+    """
     import pyarrow.compute as pc
 
     options = source.options
@@ -336,7 +397,11 @@ def _rows(
         if inner:
             column = pc.struct_field(column, inner)
         if _is_token_list(column.type):
-            tokens = token_lists(column, batch.nbytes, source.path, first)
+            try:
+                tokens = token_lists(column, batch.nbytes, source.path, first)
+            except ConvertError as error:
+                yield from _one_by_one(batch, paths, source, first, str(error))
+                return
             yield (
                 tokens.with_origins(source.path, LINE, first + 1) if options.provenance else tokens
             )
@@ -346,17 +411,37 @@ def _rows(
     mean_bytes = max(1, batch_bytes // max(1, batch.num_rows))
     has_large_rows = batch_bytes > max_bytes
     rows_at_once = 1 if has_large_rows else max(1, PYTHON_BYTES // mean_bytes)
-    line = first
     for begin in range(0, batch.num_rows, rows_at_once):
         rows = batch.slice(begin, rows_at_once)
         size = _batch_bytes(rows, max_bytes, source.path) if has_large_rows else mean_bytes
-        # A row that is too large is left out by its size.
-        records = rows.to_pylist() if size <= max_bytes else [{}]
-        for fields in records:
-            line += 1
+        try:
+            # A row that is too large is left out by its size.
+            records = rows.to_pylist() if size <= max_bytes else [{}]
+        except Exception as error:  # of codecs, of times: each type has its own
+            where = f"{source.path}:{first + begin + 1}"
+            message = (
+                f"{where}: has a value that Python cannot hold ({type(error).__name__}: {error}); "
+                f"cast its column, or leave the row out"
+            )
+            if isinstance(error, UnicodeDecodeError):
+                message = str(not_utf8(where, error))
+            yield from _one_by_one(rows, paths, source, first + begin, message)
+            continue
+        for line, fields in enumerate(records, first + begin + 1):
             yield RawDocument(
                 data=b"", path=source.path, line=line, is_record=True, fields=fields, size=size
             )
+
+
+def _one_by_one(
+    batch: Any, paths: list[Path], source: Source, first: int, message: str
+) -> Iterator[RawDocument | Tokens]:
+    """The rows of a record batch in which one cannot be read. message: the fault if it has one row."""
+    if batch.num_rows == 1:
+        source.fault("broken record", message)
+        return
+    for number in range(batch.num_rows):
+        yield from _rows(batch.slice(number, 1), paths, source, first + number)
 
 
 def _batch_bytes(batch: Any, limit: int, path: str) -> int:
@@ -438,7 +523,9 @@ def _value_bytes(values: Any) -> NDArray[np.int64]:
 
 
 def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
-    """The lists of ids of a column, each a document. Raises ConvertError for a null within one."""
+    """The lists of ids of a column, each a document. Raises ConvertError for a null within one, and
+    for what can be no id; it names the first row.
+    """
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(column.type):
@@ -447,7 +534,7 @@ def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
         column = column.fill_null([])
     lengths = np.diff(np.asarray(column.offsets))
     flat = column.flatten()
-    where = f"{path}, from row {first + 1:,} on"
+    where = f"{path}:{first + 1}"
     if flat.null_count:
         raise ConvertError(f"{where}: a list of ids holds a null; leave such rows out")
     return one_per_document(np.asarray(flat), lengths, size, where)
