@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -47,6 +47,12 @@ MAX_RENDERED = 1 << 20
 """Messages that are rendered for one conversation to find its answers by prefixes, at most: some
 ten seconds.
 """
+
+
+MAX_STEPS = 10_000_000
+"""Steps of loops, and calls, of a template for one text, at most: some seconds."""
+STEPS = "steps that are left"
+"""What a render counts them by: not a name that a template could set or look at."""
 
 
 class Family:
@@ -319,6 +325,7 @@ class ChatTemplate:
             "tools": chat.tools,
             "documents": None,
             "add_generation_prompt": prompt,
+            STEPS: [MAX_STEPS],
         } | self._constants
         try:
             text = template.render(names)
@@ -542,12 +549,56 @@ def _environment(*, marks: bool) -> Any:
             _check_name(name)
             super().__setitem__(name, value)
 
-    environment = ImmutableSandboxedEnvironment(
+    class Environment(ImmutableSandboxedEnvironment):
+        """Ends what loops, recurses or takes powers for ever."""
+
+        intercepted_binops = frozenset({"**"})
+
+        def _generate(self, source: Any, *args: Any, **options: Any) -> Any:
+            for loop in list(source.find_all(jinja2.nodes.For)):
+                loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None)
+            return super()._generate(source, *args, **options)
+
+        def call(*args: Any, **names: Any) -> Any:  # so that `self` may be a name too
+            _, context, *_ = args
+            result = ImmutableSandboxedEnvironment.call(*args, **names)
+            _take_steps(context, len(result) if isinstance(result, range) else 1)
+            return result
+
+        def call_binop(self, context: Any, operator: str, *operands: Any) -> Any:
+            raise jinja2.exceptions.SecurityError(f"{operator} is not for templates")
+
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _as_json
+    environment.filters |= {"tojson": _as_json, "counted": jinja2.pass_context(_counted)}
     environment.globals |= {"raise_exception": _refuse, "namespace": Namespace, "dict": _dictionary}
     return environment
+
+
+def _counted(context: Any, items: Any) -> Any:
+    """What a loop goes through."""
+    if hasattr(items, "__len__"):
+        _take_steps(context, len(items))
+        return items
+    return _counted_one_by_one(context, items)
+
+
+def _counted_one_by_one(context: Any, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _take_steps(context, 1)
+        yield item
+
+
+def _take_steps(context: Any, count: int) -> None:
+    import jinja2
+
+    steps = context.parent[STEPS]
+    steps[0] -= count
+    if steps[0] < 0:
+        raise jinja2.exceptions.SecurityError(
+            f"it takes more than {MAX_STEPS:,} steps of loops and calls"
+        )
 
 
 def _check_name(name: Any) -> None:
