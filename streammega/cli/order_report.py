@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streammega.cli.describe import RUN
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
 from streammega.cli.render import Report, show_report
-from streammega.config import ORDERS, DataConfig
+from streammega.config import MAX_SAMPLES, ORDERS, DataConfig
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ def order_report(
                 "give --ranks"
             )
     else:
+        if steps * global_batch_size > MAX_SAMPLES:
+            raise ConfigError(
+                f"--steps {steps:,} of --global-batch-size {global_batch_size:,} samples are more than "
+                f"the {MAX_SAMPLES:,} of an order; lower one of them"
+            )
         config = DataConfig(
             blend=_blend_of(blend),
             sequence_length=sequence_length,

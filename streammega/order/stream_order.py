@@ -53,6 +53,8 @@ docs/orders-measured.md.
 """
 MAX_LANES = 4096
 """Most lanes by default, where blocks are small and the global batch needs no more."""
+LANES_LIMIT = 1 << 24
+"""Most lanes of all: some arrays hold a number of each lane and dataset."""
 MAX_BLOCK_BYTES = 256 << 10
 MIN_BLOCK_BYTES = 128 << 10
 """Bounds of a block by default. Smaller blocks need more requests."""

@@ -22,6 +22,7 @@ from streammega.order.megatron import normalized
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
+    LANES_LIMIT,
     STREAM_VERSION,
     StreamOrder,
     default_block_bytes,
@@ -283,6 +284,12 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
             f"{global_batch_size}; change one of them"
         )
     lanes = config.shuffle_lanes or default_lanes(global_batch_size, config.shuffle_block_bytes)
+    max_lanes = max(lanes, *(segment.lanes or 0 for segment in config.segments(split)))
+    if max_lanes > LANES_LIMIT:
+        raise ConfigError(
+            f"global_batch_size {global_batch_size:,}, or shuffle_lanes, needs {max_lanes:,} lanes; the "
+            f"stream order has at most {LANES_LIMIT:,}: lower it"
+        )
     shared = _shared_lanes(config, split, lanes, global_batch_size)
     if shared is not None:
         raise ConfigError(shared)

@@ -238,6 +238,7 @@ def pair(tmp_path: Path) -> str:
     write_dataset(tmp_path / "web", [np.arange(100)])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b'[1]\n{"step": 1, "loss": "\xff"}\n')
+    (tmp_path / "s.toml").write_text("[storage_options]\nclient_kwargs = {bad = 1}\n")
     return str(tmp_path / "web")
 
 
@@ -258,6 +259,24 @@ def pair(tmp_path: Path) -> str:
         ("convert {pair} {pair}2.manifest.json", "give the prefix '{pair}2'"),
         ("gc {pair}b", "no such dataset, nor what is left of one; is web meant?"),
         ("gc {tmp_path}/none/x", "no such dataset"),
+        ("gc {tmp_path}/run/metrics.jsonl", "nor what is left of one; check the name"),
+        ("ls s3://b/x --storage max_retries=0", "write it above [storage_options], in a file"),
+        (
+            "ls s3://b/x --storage-file {tmp_path}/s.toml",
+            "client_kwargs of storage_options hold bad",
+        ),
+        (
+            "order-report {pair} --sequence-length 8 --global-batch-size 9223372036854775807",
+            "--global-batch-size 9,223,372,036,854,775,807 samples are more than",
+        ),
+        (
+            "order-report {pair} --sequence-length 8 --global-batch-size 4294967296 --steps 1",
+            "global_batch_size 4,294,967,296, or shuffle_lanes, needs 4,294,967,296 lanes",
+        ),
+        (
+            "order-report {pair} --sequence-length 8 --lanes 4294967296 --global-batch-size 8",
+            "needs 4,294,967,296 lanes; the stream order has at most 16,777,216: lower it",
+        ),
         ("verfy {pair}", "Did you mean 'verify'"),
         ("cache lss x", "Did you mean 'ls'"),
         ("verify {pair} --vocab-siz 3", "--vocab-size"),

@@ -76,7 +76,11 @@ def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
     """Raise ObjectNotFoundError where no file has a name that begins with a dataset's."""
     if any(name.startswith((f"{stem}.", f"{stem}-")) for name in there):
         return
-    datasets = {name.removesuffix(MANIFEST).removesuffix(".idx") for name in there}
+    datasets = {
+        name.removesuffix(MANIFEST).removesuffix(".idx")
+        for name in there
+        if name.endswith((MANIFEST, ".idx"))
+    }
     similar = difflib.get_close_matches(stem, datasets, 1)
     hint = f"is {similar[0]} meant?" if similar else "check the name"
     raise ObjectNotFoundError(f"{prefix}: no such dataset, nor what is left of one; {hint}")

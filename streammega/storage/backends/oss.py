@@ -20,7 +20,12 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StreammegaError
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
-from streammega.storage.backends.s3_options import CREDENTIALS_LAST, client_options, is_http_url
+from streammega.storage.backends.s3_options import (
+    CREDENTIALS_LAST,
+    check_no_settings,
+    client_options,
+    is_http_url,
+)
 from streammega.storage.http_errors import truncated
 from streammega.storage.store import ObjectWriter
 
@@ -97,6 +102,7 @@ def oss_endpoint(
     is that of the options, of the host's name, or OSS_REGION. `oss-cn-hangzhou` means `cn-hangzhou`.
     Raises ConfigError, also for an unknown option.
     """
+    check_no_settings(f"oss://{bucket}", options)
     unknown = sorted(set(options) - OSS_OPTIONS)
     if unknown:
         raise ConfigError(

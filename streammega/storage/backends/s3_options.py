@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
@@ -37,6 +38,17 @@ S3_OPTIONS = frozenset(
         "username",
     )
 )
+CLIENT_KWARGS = frozenset(("endpoint_url", "region_name", "verify"))
+
+
+def check_no_settings(url: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where storage_options hold a setting of StorageConfig."""
+    settings = sorted(set(options) & {field.name for field in fields(StorageConfig)})
+    if settings:
+        raise ConfigError(
+            f"{url}: storage_options (--storage) hold {', '.join(settings)}, which is a setting of "
+            f"the storage itself; write it above [storage_options], in a file for --storage-file"
+        )
 
 
 def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
@@ -48,6 +60,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     credentials.
     """
     options = dict(config.storage_options)
+    check_no_settings(f"s3://{bucket}", options)
     unknown = sorted(set(options) - S3_OPTIONS)
     if unknown:
         raise ConfigError(
@@ -92,6 +105,13 @@ def client_options(
         "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT, config.request_timeout)),
         "allow_http": endpoint.startswith("http://"),
     }
+    unknown = sorted(set(client_kwargs) - CLIENT_KWARGS)
+    if unknown:
+        raise ConfigError(
+            f"client_kwargs of storage_options hold {', '.join(unknown)}, which the obstore transport "
+            f"does not know; it knows {', '.join(sorted(CLIENT_KWARGS))}. Correct the name, or set "
+            f"transport='fsspec'"
+        )
     verify = client_kwargs.get("verify")
     if verify is False:
         client["allow_invalid_certificates"] = True
@@ -273,6 +293,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     other options have obstore's names, and obstore refuses unknown ones.
     """
     options = dict(config.storage_options)
+    check_no_settings(f"{scheme}://", options)
     for name in _DRIVER_OPTIONS:
         options.pop(name, None)
     client_kwargs = options.pop("client_kwargs", None) or {}
