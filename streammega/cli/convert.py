@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,7 @@ from streammega.cli.options import (
     storage_config,
     with_flags,
 )
-from streammega.cli.render import show_report
+from streammega.cli.render import show_report, write_output
 from streammega.config import StorageConfig
 from streammega.config.validate import Flag, Ge, check_fields, parse_json
 from streammega.convert.options import (
@@ -306,7 +305,7 @@ def _check_append(
 def _write_outputs(done: ConvertReport, command: CommandOptions, words: Sequence[str]) -> None:
     if command.report:
         report = json.dumps(done.as_dict(words), indent=1)
-        Path(command.report).write_text(report, encoding="utf-8")
+        write_output(command.report, report.encode())
     if command.plot:
         from streammega.cli.plotting import write_lengths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
-from streammega.cli.render import show_report
+from streammega.cli.render import show_report, write_output
 from streammega.errors import ConfigError
 from streammega.errors.extras import import_extra
 from streammega.errors.words import pluralize
@@ -29,9 +30,12 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: str) -> None:
-    """Write a figure as its file's name says. Raises ConfigError."""
+    """Write a figure as its file's name says, or as a PNG. Raises ConfigError, OSError."""
     check_plot_name(path)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    image = io.BytesIO()
+    kind = Path(path).suffix.lower().removeprefix(".") or "png"
+    figure.savefig(image, format=kind, dpi=120, bbox_inches="tight")
+    write_output(path, image.getvalue())
 
 
 def check_plot_name(path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -73,13 +74,27 @@ def show_report(
     report = _finite(report)
     if html is not None:
         # names of files may hold bytes that are no text
-        Path(html).write_text(
-            as_page(report, title, summary), encoding="utf-8", errors="backslashreplace"
-        )
+        page = as_page(report, title, summary)
+        write_output(html, page.encode("utf-8", errors="backslashreplace"))
     text = as_text(report, summary)
     if as_json:
         text = json.dumps(report, indent=1, ensure_ascii=False)
     typer.echo(text.encode("utf-8", "backslashreplace").decode())
+
+
+def write_output(path: str, data: bytes) -> None:
+    """Write a page, report or plot, which appears whole or not at all. Raises OSError that names it."""
+    from streammega.storage.atomic_file import write_file
+
+    target = os.path.realpath(path)
+    is_file = os.path.isfile(target) or not os.path.exists(target)
+    try:
+        if is_file and os.access(os.path.dirname(target), os.W_OK):
+            write_file(target, [data])
+        else:  # a device, or a file in a folder where none can be made
+            Path(target).write_bytes(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _finite(value: Any) -> Any:

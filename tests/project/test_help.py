@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.abc
 import json
 import logging
@@ -23,6 +24,7 @@ from streammega.__main__ import main as entry_point
 from streammega.cli import options
 from streammega.cli.main import COMMANDS as ROWS
 from streammega.cli.main import app, main
+from streammega.storage.atomic_file import AtomicFile
 from tests.support.builders import convert_bytes, write_dataset, write_small_run
 from tests.support.servers import S3
 
@@ -429,3 +431,46 @@ def test_a_plot_of_a_run_in_a_bucket_takes_options_of_its_storage(
     assert main(["plot", f"s3://{bucket}/run", "--out", str(out), *options]) == 0
     assert "2 steps" in capsys.readouterr().out
     assert out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        (
+            "convert {tmp_path}/in.jsonl {tmp_path}/made --tokenizer bytes --report {output}",
+            "r.json",
+        ),
+        ("convert {tmp_path}/in.jsonl {tmp_path}/made --tokenizer bytes --plot {output}", "p.png"),
+        (
+            "simulate web=2m --sequence-length 64 --global-batch-size 64 --html {output}",
+            "page.html",
+        ),
+        ("plot {tmp_path}/metrics.jsonl --out {output}", "run.png"),
+    ],
+)
+def test_an_output_on_a_full_disk_is_named_and_leaves_the_one_of_before(
+    words: str,
+    output: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    target = folder / output
+    target.write_text("of before")
+
+    commit = AtomicFile.commit
+
+    def full(self: AtomicFile, *, sync: bool = True) -> None:
+        if os.path.dirname(self._path) == str(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(self, sync=sync)
+
+    monkeypatch.setattr(AtomicFile, "commit", full)
+    assert main(words.format(tmp_path=tmp_path, output=target).split()) == 1
+    assert f"error: {target}: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == [output]
+    assert target.read_text() == "of before"
