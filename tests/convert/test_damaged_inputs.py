@@ -701,6 +701,36 @@ SHAPED = bytes([1 << 2 | 2])
 """How an array of MDS begins: one dimension, of 4 bytes."""
 
 
+@pytest.mark.parametrize("form", ["mds", "litdata"])
+def test_a_bad_item_costs_itself_alone(form: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    items = [mds_item(text) for text in (b"one", b"\xff", b"three")]
+    items.append(np.array([900], "<u4").tobytes() + b"short")
+    shard = {
+        "format": "mds",
+        "compression": None,
+        "column_names": ["text"],
+        "column_encodings": ["str"],
+        "column_sizes": [None],
+        "raw_data": {"basename": "shard"},
+    }
+    config = {"data_format": ["str"], "compression": None}
+    index = {
+        "mds": {"shards": [shard]},
+        "litdata": {"config": config, "chunks": [{"filename": "shard"}]},
+    }
+    (tmp_path / "in" / "index.json").write_text(json.dumps(index[form]))
+    bounds = 4 * (2 + len(items)) + np.cumsum([0, *map(len, items)])
+    head = np.array([len(items), *bounds], "<u4").tobytes()
+    (tmp_path / "in" / "shard").write_bytes(head + b"".join(items))
+    report = convert_to(tmp_path, tmp_path / "in")
+    assert made(tmp_path) == ["one", "three"]
+    assert report.dropped == {"broken record": 2}
+    assert "shard#1: is not UTF-8 text (byte 0)" in report.messages[0]
+    with pytest.raises(ConvertError, match="shard#1: is not UTF-8"):
+        convert_to(tmp_path, tmp_path / "in", on_error="stop")
+
+
 @pytest.mark.parametrize(
     ("encodings", "item", "samples", "message"),
     [

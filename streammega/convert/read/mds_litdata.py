@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import decompress
 from streammega.convert.read.fields import MISSING, first_value
-from streammega.convert.read.source import Input, Slice, Source
+from streammega.convert.read.source import Input, Slice, Source, unreadable
+from streammega.dataset.conversations import not_utf8
 from streammega.errors import ConvertError
 from streammega.storage.file_system import open_file
 from streammega.storage.open import escapes_folder
@@ -65,11 +66,20 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
         decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
         if len(set(names)) < len(names):
             raise ConvertError(f"{path}: has two columns of one name; write it again")
-        for number, item in enumerate(_cut(data, path, shard.get("samples"))):
-            where = f"{path}#{number}"
-            columns = zip(names, decoders, _values(item, shard["column_sizes"], where), strict=True)
-            sample = {name: decode(value) for name, decode, value in columns if decode is not None}
-            yield _document(sample, where, source.options)
+
+        decode = partial(_mds_sample, names=names, decoders=decoders, sizes=shard["column_sizes"])
+        yield from _documents(_cut(data, path, shard.get("samples")), path, decode, source)
+
+
+def _mds_sample(
+    item: bytes,
+    where: str,
+    names: Sequence[str],
+    decoders: Sequence[Callable[[bytes], Any] | None],
+    sizes: Sequence[int | None],
+) -> dict[str, Any]:
+    columns = zip(names, decoders, _values(item, sizes, where), strict=True)
+    return {name: decode(value) for name, decode, value in columns if decode is not None}
 
 
 def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -88,19 +98,20 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
     formats: list[str] = config["data_format"]
     flat = config.get("item_loader") == "TokensLoader"
     names = _litdata_names(config.get("data_spec"))
+
+    def value_of(item: bytes, where: str) -> Any:
+        if flat:
+            return _litdata_value(item, formats[0])
+        stored = _values(item, [None] * len(formats), where)
+        values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
+        return dict(zip(names, values, strict=True)) if names else values[0]
+
     for chunk in index["chunks"]:
         path, data = _read(source, chunk["filename"])
         if compression:
             data = _decompress(data, ".zst", path, source.options)
-        for number, item in enumerate(_cut(data, path, chunk.get("chunk_size"))):
-            where = f"{path}#{number}"
-            if flat:
-                yield _document(_litdata_value(item, formats[0]), where, source.options)
-                continue
-            stored = _values(item, [None] * len(formats), where)
-            values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
-            value = dict(zip(names, values, strict=True)) if names else values[0]
-            yield _document(value, where, source.options)
+
+        yield from _documents(_cut(data, path, chunk.get("chunk_size")), path, value_of, source)
 
 
 def keep_folder(
@@ -108,6 +119,26 @@ def keep_folder(
 ) -> Iterator[Slice]:
     """A folder as a whole: only the size of its index is known."""
     yield Slice(input=item)
+
+
+def _documents(
+    items: Iterable[bytes], path: str, decode: Callable[[bytes, str], Any], source: Source
+) -> Iterator[RawDocument | Tokens]:
+    """The documents of a shard. decode: makes a value of an item, with its place for errors. An item
+    that is damaged is a fault alone.
+    """
+    for number, item in enumerate(items):
+        where = f"{path}#{number}"
+        try:
+            document = _document(decode(item, where), where, source.options)
+        except ConvertError as error:
+            source.fault("broken record", str(error))
+        except UnicodeDecodeError as error:
+            source.fault("broken record", str(not_utf8(where, error)))
+        except Exception as error:  # of arrays, JSON and sizes that are not what they say
+            source.fault("broken record", unreadable(where, error, source.storage))
+        else:
+            yield document
 
 
 def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | Tokens:
