@@ -392,7 +392,10 @@ def test_a_list_of_tensors_names_no_file_of_another_checkpoint(run_file: str, fo
         {"step": None},
         {"data": [1]},
         {"model": []},
+        {"step": 5},
+        {"step": -6},
         {"rewinds": {}},
+        {"rewinds": [{}, None]},
         {"loss_scale": 7},
         {CHECKSUMS: []},
         {CHECKSUMS: {TENSORS: []}},
@@ -404,6 +407,17 @@ def test_a_signed_record_without_a_position_is_damaged(
 ) -> None:
     rewrite_position(record_of(folder, 6), **forged)
     assert resumed(run_file).step == 4
+
+
+def test_a_record_under_the_name_of_another_step_is_not_taken(run_file: str, folder: Path) -> None:
+    """As the newest, it would be where every later resume begins."""
+    shutil.copy(record_of(folder, 2), record_of(folder, 99))
+    trainer = resumed(run_file)
+    assert trainer.step == 6
+    trainer.save()
+    trainer.close()
+    assert names(folder) == [*(f"step-{step:08d}" for step in (2, 4, 6)), "step-00000099.damaged"]
+    assert resumed(run_file, "train.resume_from_step=2").step == 2
 
 
 PART = [[0], [4], "__0_0.distcp", 0, 100]

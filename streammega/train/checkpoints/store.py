@@ -127,6 +127,11 @@ class CheckpointStore:
             raise DamagedError(
                 f"{url}: holds no position of a run: step, data or {CHECKSUMS} are missing"
             )
+        if position["step"] != step:
+            raise DamagedError(f"{url}: is the record of step {position['step']}; name it so again")
+        # Of what a resume adds to and sorts.
+        if not all(type(rewind) is int for rewind in position.get("rewinds", ())):
+            raise DamagedError(f"{url}: holds no position of a run: rewinds are no steps")
         return SavedCheckpoint(record["files"], position)
 
     def begin(self, step: int) -> str:
