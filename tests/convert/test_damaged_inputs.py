@@ -529,6 +529,7 @@ STORED_ONCE: dict[str, tuple[pa.Array, dict[str, Any]]] = {
     ),
     "bytes of one size": (pa.array([LARGE_TEXT.encode()] * 300, pa.binary(1 << 20)), {}),
     "lists of a text": (pa.array([[LARGE_TEXT] * 10] * 30), {}),
+    "lists behind an empty one": (pa.array([[]] + [[LARGE_TEXT] * 10] * 30), {}),
     "lists of an id": (pa.array([[7] * (1 << 18)] * 300, pa.list_(pa.int32())), {}),
 }
 
@@ -544,10 +545,9 @@ def test_large_values_that_parquet_stores_once_do_not_fill_the_memory(
     pq.write_table(pa.table({"text": column}), path, **(large | options))
     assert path.stat().st_size < 1 << 20
     piece = Slice(input=Input(path=str(path), format="parquet", size=1, etag=""))
-    conversion = ConvertOptions(max_record_bytes=16 << 20)
     before = pa.total_allocated_bytes()
     rows = 0
-    for item in read_slice(piece, conversion, StorageConfig(), Skipped()):
+    for item in read_slice(piece, ConvertOptions(), StorageConfig(), Skipped()):
         rows += len(item.lengths) if isinstance(item, Tokens) else 1
         assert pa.total_allocated_bytes() - before < 100 << 20, "of 300 MiB"
     assert rows == len(column)

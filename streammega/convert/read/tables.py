@@ -44,8 +44,10 @@ MAX_ROWS = 1024
 """Rows that are decoded together at most, however short."""
 VALUE_BYTES = 8
 """Bytes of a decoded value, about: of a number, or of the place of a text."""
-MAX_TEXTS = 64
-"""Texts that are decoded together at most, where each may be a large one that is stored once."""
+MAX_SHARED_BYTES = 64 << 20
+"""Bytes that the texts of a row group may become without a look at the largest of them."""
+DICTIONARY_BYTES = 1 << 20
+"""Bytes of one read of a dictionary: as many as it has at most, as writers make it."""
 
 
 def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -66,8 +68,8 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
         for number, group in enumerate(wanted, piece.start):
             first_row = row = stop_row
             stop_row += group.num_rows
-            rows_at_once = _rows_at_once(group, columns, source.options.max_record_bytes)
             try:
+                rows_at_once = _rows_at_once(file, table.metadata, number, columns)
                 for batch in table.iter_batches(rows_at_once, row_groups=[number], columns=columns):
                     read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
                     source.skipped.note_read(read)
@@ -88,26 +90,53 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
                 source.fault("unreadable row", message, stop_row - row)
 
 
-def _rows_at_once(group: Any, names: Sequence[str], max_record_bytes: int) -> int:
+def _rows_at_once(file: Any, metadata: Any, number: int, names: Sequence[str]) -> int:
     """Rows of a row group whose columns of these names take BATCH_BYTES or so when they are decoded.
 
     The sizes that are stored do not count a text again that many rows share by a dictionary, or
-    that repeats the one before. It may be as large as all that is stored: as many are decoded
-    together as take no more than the largest record.
+    that repeats the one before.
     """
+    group = metadata.row_group(number)
     num_bytes = 1
-    rows: int = MAX_ROWS
-    for number in range(group.num_columns):
-        column = group.column(number)
-        if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+    rows = MAX_ROWS
+    for place in range(group.num_columns):
+        column = group.column(place)
+        path = column.path_in_schema
+        if not any(f"{path}.".startswith(f"{name}.") for name in names):
             continue
         stored = max(1, column.total_uncompressed_size)
-        num_bytes += max(stored, column.num_values * VALUE_BYTES)
-        is_text = column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
-        if is_text and (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings):
-            texts = min(MAX_TEXTS, max_record_bytes // stored)
+        value_bytes = max(VALUE_BYTES, metadata.schema.column(place).length or 0)
+        num_bytes += max(stored, column.num_values * value_bytes)
+        if column.physical_type != "BYTE_ARRAY" or stored * column.num_values < MAX_SHARED_BYTES:
+            continue
+        largest = 0
+        if "DELTA_BYTE_ARRAY" in column.encodings:
+            largest = stored
+        elif column.has_dictionary_page:
+            largest = _largest_text(file, metadata, number, path) or stored
+        if largest:
+            texts = BATCH_BYTES // largest
             rows = min(rows, texts * group.num_rows // max(1, column.num_values))
     return max(1, min(rows, BATCH_BYTES * int(group.num_rows) // num_bytes))
+
+
+def _largest_text(file: Any, metadata: Any, number: int, path: str) -> int:
+    """Bytes of the largest text in a column's dictionary, which pyarrow gives with the first row; 0:
+    not known.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    options = {"read_dictionary": [path], "buffer_size": DICTIONARY_BYTES}
+    try:
+        table = pq.ParquetFile(file, metadata=metadata, **options)
+        batch = next(table.iter_batches(1, row_groups=[number], columns=[path]))
+        column = batch.column(0)
+        while not pa.types.is_dictionary(column.type):
+            column = column.field(0) if pa.types.is_struct(column.type) else column.values
+        return int(_value_bytes(column.dictionary).max(initial=0))
+    except Exception:  # of a type that has none; of damage, which the reader tells
+        return 0
 
 
 def cut_row_groups(
