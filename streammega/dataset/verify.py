@@ -8,7 +8,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +46,7 @@ from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
+from streammega.storage.thread_pool import Pool
 
 
 @dataclass(kw_only=True)
@@ -196,10 +196,10 @@ def check_bytes(
 
     # Smaller parts keep all cores busy, but one thread computes each checksum.
     part_bytes = REMOTE_BYTES if checksums is None else CHECK_BYTES
-    with ThreadPoolExecutor(num_threads()) as pool:
-        for problem in pool.map(check_part, range(0, info.size, part_bytes)):
-            if problem is not None:
-                report.problems.append(problem)
+    pool = Pool(num_threads(), "streammega-verify", idle_timeout=0.0)
+    for problem in pool.map(check_part, range(0, info.size, part_bytes)):
+        if problem is not None:
+            report.problems.append(problem)
 
 
 def _last_tokens(

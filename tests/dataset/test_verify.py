@@ -8,6 +8,9 @@ import errno
 import json
 import os
 import re
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,11 @@ from streammega.convert import convert
 from streammega.dataset.idx import encode_index
 from streammega.dataset.names import SUFFIXES
 from streammega.dataset.repair import repair_index
-from streammega.dataset.verify import verify
+from streammega.dataset.verify import VerifyReport, check_bytes, verify
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.storage import open_store
 from streammega.storage.progress import ProgressObserver
+from streammega.storage.store import ObjectInfo, WrapperStore
 from tests.convert.test_inputs import PEERS, jsonl, parquet, tar
 from tests.support.builders import KINDS, write_random_pair
 from tests.support.servers import S3
@@ -448,3 +453,26 @@ def test_odd_settings_are_one_message(
     convert_text = f"convert {tmp_path}/a.txt {tmp_path}/o --tokenizer bytes"
     assert main([*convert_text.split(), *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
+    is_over = threading.Event()
+
+    class HangingStore(WrapperStore):
+        def read(self, *_: Any, **__: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            is_over.wait(60)
+            return [bytes(8)]
+
+    store = HangingStore(open_store("web", StorageConfig())[0])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check_bytes(
+                store, ObjectInfo(key="web.bin", size=8, etag="x"), VerifyReport(name="web")
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+        is_over.set()
+    assert time.monotonic() - began < 50
