@@ -680,6 +680,17 @@ def test_a_name_that_no_object_can_have_is_refused_before_a_request(url: str) ->
             call(key)
 
 
+def test_a_url_of_http_may_be_longer_than_the_name_of_an_object() -> None:
+    url = "http://127.0.0.1:1/"
+    config = StorageConfig(max_retries=0)
+    store, key = open_store(url + "k" * 2000, config)
+    with pytest.raises(EndpointError, match="Connection refused"):
+        store.read(key, [(0, 1)])
+    store, key = open_store(url + "%" * 70_000, config)
+    with pytest.raises(ConfigError, match=r"70000 bytes, .* at most 16384; give a shorter one"):
+        store.read(key, [(0, 1)])
+
+
 @pytest.mark.guarantee("object-name-read")
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_without_it(
