@@ -18,7 +18,6 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-@lru_cache(maxsize=64)
 def is_utf8(text: str) -> bool:
     """Whether a text can be stored as UTF-8. Half of a surrogate pair cannot, nor can bytes of a name
     that are no text.
@@ -26,6 +25,7 @@ def is_utf8(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
+@lru_cache(maxsize=64)
 def in_one_line(name: str) -> str:
     """A name for a message, with control characters and newlines escaped.
 
