@@ -385,6 +385,16 @@ def test_a_list_of_tensors_names_no_file_of_another_checkpoint(run_file: str, fo
     assert resumed(run_file).step == 4
 
 
+def test_a_tensor_that_has_no_parts_leaves_no_first_weights_in_the_model(
+    run_file: str, folder: Path
+) -> None:
+    listed = json.loads((step_files(folder, 6) / TENSORS).read_bytes())
+    name = sorted(listed["tensors"])[0]
+    listed["tensors"][name]["parts"] = []
+    forge_tensors(folder, json.dumps(listed).encode())
+    assert resumed(run_file).step == 4
+
+
 @pytest.mark.parametrize(
     "forged",
     [
@@ -422,6 +432,30 @@ def test_a_record_under_the_name_of_another_step_is_not_taken(run_file: str, fol
 
 PART = [[0], [4], "__0_0.distcp", 0, 100]
 TENSOR = {"dtype": "float32", "size": [4], "parts": [PART]}
+BAD_TENSORS: list[dict[str, Any]] = [
+    {"dtype": "Tensor"},
+    {"dtype": 7},
+    {"size": [-1]},
+    {"size": [2**60]},
+    {"size": "4"},
+    {"size": [4, 4]},
+    {"size": [1] * 5000, "parts": [[[0] * 5000, [1] * 5000, *PART[2:]]]},
+    {"parts": []},
+    {"parts": [PART, PART]},
+    {"parts": [[[0], [3], *PART[2:]]]},
+    {"parts": [[[0], [2], *PART[2:]], [[1], [2], *PART[2:]]]},
+    {"parts": [[[0], [0], *PART[2:]]]},
+    {"size": [], "parts": []},
+    {
+        "size": [2, 2],
+        "parts": [[[0, 0], [1, 2], *PART[2:]], [[1, 0], [1, 1], *PART[2:]]],
+    },
+    {"parts": [PART[:4]]},
+    {"parts": [[[1], *PART[1:]]]},
+    {"parts": [[[0], [4], 7, 0, 100]]},
+    {"parts": [[*PART[:3], -1, 100]]},
+    {"parts": [[*PART[:3], 0, True]]},
+]
 
 
 @pytest.mark.parametrize(
@@ -434,22 +468,7 @@ TENSOR = {"dtype": "float32", "size": [4], "parts": [PART]}
         {"version": 2, "tensors": {}},
         {"version": 1},
         {"version": 1, "tensors": [TENSOR]},
-        *(
-            {"version": 1, "tensors": {"a": TENSOR | change}}
-            for change in (
-                {"dtype": "Tensor"},
-                {"dtype": 7},
-                {"size": [-1]},
-                {"size": [2**60]},
-                {"size": "4"},
-                {"size": [4, 4]},
-                {"parts": [PART[:4]]},
-                {"parts": [[[1], *PART[1:]]]},
-                {"parts": [[[0], [4], 7, 0, 100]]},
-                {"parts": [[*PART[:3], -1, 100]]},
-                {"parts": [[*PART[:3], 0, True]]},
-            )
-        ),
+        *({"version": 1, "tensors": {"a": TENSOR | change}} for change in BAD_TENSORS),
     ],
 )
 def test_what_lists_no_tensors_is_damage(tensors: Any) -> None:

@@ -14,6 +14,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from streammega.config.validate import parse_json
 from streammega.errors import StateError, StreammegaError
+from streammega.storage.store import Span
 
 CHECKSUMS = "checksums"
 """The name of the items' checksums in a position."""
@@ -119,7 +121,7 @@ def parse_tensors(data: bytes, url: str) -> Metadata:
         metadata = Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in stored["tensors"].items():
             _add_tensor(metadata, name, tensor)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamagedError(f"{url}: lists no tensors ({type(error).__name__}: {error})") from None
     return metadata
 
@@ -131,19 +133,37 @@ def _add_tensor(metadata: Metadata, name: str, tensor: Mapping[str, Any]) -> Non
         raise ValueError(f"{name} has no dtype {tensor['dtype']!r}")
     size = _counts(tensor["size"])
     chunks = []
+    boxes: list[list[Span]] = []
     for offsets, sizes, file_name, start, length in tensor["parts"]:
         chunk = ChunkStorageMetadata(_counts(offsets), _counts(sizes))
-        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
-        if any(end > length for end, length in zip(ends, size, strict=True)):
+        box = [(a, a + count) for a, count in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(stop > length for (_, stop), length in zip(box, size, strict=True)):
             raise ValueError(f"a part of {name} is outside of it")
+        if math.prod(chunk.sizes):
+            boxes.append(box)
         if type(file_name) is not str:
             raise TypeError(f"a part of {name} is in no file")
         start, length = _counts([start, length])
         index = MetadataIndex(name, chunk.offsets)
         metadata.storage_data[index] = _StorageInfo(file_name, start, length)
         chunks.append(chunk)
+    # torch would leave what no part fills as it is in the model.
+    if math.prod(size) and not _tile(boxes, size):
+        raise ValueError(f"the parts of {name} do not make it whole")
     properties = TensorProperties(dtype=dtype)
     metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+
+
+def _tile(boxes: list[list[Span]], size: Sequence[int]) -> bool:
+    """Whether boxes, of one span a dimension, fill a tensor once, as the grid of a layout does."""
+    if not size:
+        return len(boxes) == 1
+    end = 0
+    for (start, stop), of_slab in groupby(sorted(boxes), lambda box: box[0]):
+        if start != end or not _tile([box[1:] for box in of_slab], size[1:]):
+            return False
+        end = stop
+    return end == size[0]
 
 
 def _counts(values: Any) -> torch.Size:
