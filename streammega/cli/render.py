@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import typer
 
 import streammega
+from streammega.config.validate import finite
 from streammega.errors.words import in_one_line
 
 Report = dict[str, Any]
@@ -71,7 +71,7 @@ def show_report(
     summary: a sentence that stands first. title: of the page. Numbers that are not finite are left
     out: JSON has none.
     """
-    report = _finite(report)
+    report = finite(report)
     if html is not None:
         # names of files may hold bytes that are no text
         page = as_page(report, title, summary)
@@ -95,15 +95,6 @@ def write_output(path: str, data: bytes) -> None:
             Path(target).write_bytes(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
-
-
-def _finite(value: Any) -> Any:
-    """The same value, with None for each number that is not finite."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text(report: Report, summary: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import numbers
 import operator
 import os
@@ -254,6 +255,15 @@ def parse_json(data: str | bytes) -> Any:
         return json.loads(data)  # noqa: TID251
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def finite(value: Any) -> Any:
+    """The same value, with None for each number that is not finite: JSON has none of them."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_toml(path: str, remedy: str) -> dict[str, Any]:

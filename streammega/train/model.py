@@ -93,7 +93,13 @@ class GPT(nn.Module):
         at least the tokens of the longest document; None: it is read from the device.
         """
         rotation = rope(position_ids, self.head_dim)
-        visibility = self._visibility(position_ids.shape[1], cu_seqlens, longest)
+        context = self.context
+        cp_rank = 0 if context is None else context.rank
+        cp_size = 1 if context is None else context.size
+        length = position_ids.shape[1] * cp_size
+        parts = zigzag_bounds(length, cp_rank, cp_size)
+        longest_tokens = None if longest is None else int(longest.max())
+        visibility = Visibility(parts, length, cu_seqlens, longest_tokens)
         if self.embedding is not None:
             x = self.embedding(x)
         for number, block in enumerate(self.blocks.values()):
@@ -150,17 +156,6 @@ class GPT(nn.Module):
             # If forward is computed again, that gathers keys and values.
             block.gather_again = number >= self.recomputed
 
-    def _visibility(
-        self, kept: int, cu_seqlens: Tensor | None, longest: Tensor | None
-    ) -> Visibility:
-        context = self.context
-        cp_rank = 0 if context is None else context.rank
-        cp_size = 1 if context is None else context.size
-        length = kept * cp_size
-        parts = zigzag_bounds(length, cp_rank, cp_size)
-        longest_tokens = None if longest is None else int(longest.max())
-        return Visibility(parts, length, cu_seqlens, longest_tokens)
-
     def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head
         then returns a part of the logits.
@@ -168,11 +163,10 @@ class GPT(nn.Module):
         sequence_parallel: between the layers a rank keeps only its part of the sequence. Norms then
         gather their output, once for all layers that take it.
         """
-        replicated = Replicate()
         between = Shard(1) if sequence_parallel else Replicate()
         plan: dict[str, ParallelStyle] = {
             "head": ColwiseParallel(output_layouts=Shard(-1)),
-            "embedding": RowwiseParallel(input_layouts=replicated, output_layouts=between),
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         }
         for name in ("q", "k", "v", "gate", "up"):
             plan[f"blocks.*.{name}"] = ColwiseParallel()
@@ -180,20 +174,14 @@ class GPT(nn.Module):
             plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=between)
         self._apply_styles(plan, mesh)
         if sequence_parallel:
-            self._parallelize_norms(mesh, between, replicated)
+            gather = PrepareModuleOutput(
+                output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False
+            )
+            norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
+            # Two styles for each norm: a plan has one style for a module, so there are two plans.
+            self._apply_styles({name: SequenceParallel() for name in norms}, mesh)
+            self._apply_styles(dict.fromkeys(norms, gather), mesh)
         self.tie()
-
-    def _parallelize_norms(
-        self, mesh: DeviceMesh, between: Shard | Replicate, replicated: Replicate
-    ) -> None:
-        """Let norms take a part of the sequence, and return all of it."""
-        gather = PrepareModuleOutput(
-            output_layouts=between, desired_output_layouts=replicated, use_local_output=False
-        )
-        norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
-        # Two styles for each norm: a plan has one style for a module, so there are two plans.
-        self._apply_styles({name: SequenceParallel() for name in norms}, mesh)
-        self._apply_styles(dict.fromkeys(norms, gather), mesh)
 
     def _apply_styles(self, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
         """Apply styles by the names of modules, except those that this stage has dropped."""

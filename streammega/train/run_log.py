@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.config.validate import parse_json
+from streammega.config.validate import finite, parse_json
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
@@ -230,15 +229,6 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
                 if isinstance(number, float):
                     numbers[f"{name}/{set_name}"] = number
     return numbers
-
-
-def finite(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _open_tensorboard(folder: Path) -> Any:

@@ -22,16 +22,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from streammega.errors import ConfigError, GradientError, StorageError
-from streammega.gradients.loss_scale import LossScale
+from streammega.config.validate import finite
+from streammega.errors import ConfigError, GradientError, StateError, StorageError
+from streammega.gradients.grad_checks import LossScale
 from streammega.parallel import RankBatches, Ranks
+from streammega.parallel.groups import WORLD
 from streammega.parallel.layout import DIMENSIONS, ParallelLayout
 from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
@@ -42,20 +46,13 @@ from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, config_facts
-from streammega.train.devices import metrics_port_of, process_info, set_numerics
-from streammega.train.evaluation import check_valid_splits, evaluate_all
+from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog
-from streammega.train.run_position import (
-    check_model,
-    position_of,
-    warn_of_moved_phases,
-    with_rewind,
-)
 from streammega.train.signals import Terminated
-from streammega.train.splits import open_split
+from streammega.train.splits import has_valid, open_split, validation_sets
 from streammega.train.stages import check_layout
 from streammega.train.watchdog import Watchdog
 
@@ -115,7 +112,8 @@ class Trainer:
         """Times how long this rank waits for the others until gradients are summed."""
         self.learning_rate = LearningRate(config, self.loader.dataset.tokens_before)
         self.scale = LossScale() if train.dtype == "float16" else None
-        check_valid_splits(config, self.ranks)
+        if train.eval_iters and train.eval_interval:
+            self._check_valid_splits()
         self.checkpoints = Checkpointer(
             CheckpointStore.open(train.out_dir, config.data.storage),
             device,
@@ -160,7 +158,17 @@ class Trainer:
         rewind = self.config.train.resume_from_step
 
         def accept(position: dict[str, Any]) -> None:
-            check_model(self.config, position)
+            # The shapes of tensors may be the same, for another number of heads for instance.
+            saved = position.get("model", {})
+            differences = [
+                f"model.{name}: the checkpoint has {saved.get(name)}, this run {size}"
+                for name, size in asdict(self.config.model).items()
+                if saved.get(name) != size
+            ]
+            if differences:
+                raise StateError(
+                    f"{'; '.join(differences)}; restore [model], or start a new out_dir"
+                )
             self.batches.load_state_dict(position["data"])
 
         position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
@@ -174,16 +182,43 @@ class Trainer:
                 )
             return
         self.step = self.saved_step = position["step"]
-        self.rewinds = with_rewind(rewinds_of(position), rewind)
+        rewinds = set(rewinds_of(position))
+        if rewind is not None:
+            rewinds.add(rewind)
+        self.rewinds = sorted(rewinds)
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
         if self.run_log is None:
             return
         log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
-        warn_of_moved_phases(self.config, position, self.batches.consumed_samples)
+        self._warn_of_moved_phases(position)
         if "record" in position and self.step not in self.run_log.steps:
             # The run was killed while it evaluated.
             self.run_log.write(position["record"])
+
+    def _phases_ahead(self, consumed: int) -> list[int]:
+        """The first samples of phases that have not begun."""
+        firsts = [phase.first_sample for phase in self.config.data.phases]
+        return [first for first in firsts if first >= consumed]
+
+    def _warn_of_moved_phases(self, position: dict[str, Any]) -> None:
+        """Warn where later phases begin at other samples than when the checkpoint was saved, because
+        of other batch sizes.
+        """
+        step, consumed = position["step"], self.batches.consumed_samples
+        ahead = self._phases_ahead(consumed)
+        before = position.get("phases_ahead", ahead)
+        step_ends_there = self.config.schedule.samples_of_step(max(step, 1)).stop == consumed
+        if ahead != before and not step_ends_there:
+            log.warning(
+                "the batch sizes of this config are not those of the checkpoint: step %d no longer "
+                "ends at sample %d, and phases that were to begin at samples %s now begin at %s. To "
+                "keep them there, give phases first_sample in place of first_step",
+                step,
+                consumed,
+                before,
+                ahead,
+            )
 
     def run(self) -> None:
         """Train until `train_iters`, saving and evaluating at their intervals and at the end.
@@ -401,14 +436,18 @@ class Trainer:
         """
         self.watchdog.enter_phase("saving", self.step)
         self.saved_step = self.step
-        position = position_of(
-            self.config,
-            self.step,
-            self.batches.state_dict(),
-            rewinds=self.rewinds,
-            record=record,
-            scale=self.scale,
-        )
+        data = self.batches.state_dict()
+        model = asdict(self.config.model)
+        position: dict[str, Any] = {"step": self.step, "data": data, "model": model}
+        if ahead := self._phases_ahead(data["consumed_samples"]):
+            position["phases_ahead"] = ahead
+        if self.rewinds:
+            # A restart with one of these values of train.resume_from_step continues from here.
+            position["rewinds"] = self.rewinds
+        if record is not None:
+            position["record"] = finite(record)
+        if self.scale is not None:
+            position["loss_scale"] = self.scale.state_dict()
         self.checkpoints.save(
             self.step, self.model, self.optimizer, position, background=background
         )
@@ -438,11 +477,61 @@ class Trainer:
             stop_signal,
         )
 
+    def _check_valid_splits(self) -> None:
+        """Open what will be evaluated, so that errors are found before training and not after hours.
+
+        Raises ConfigError, and the errors of opening a split.
+        """
+        runs = list(validation_sets(self.config).values())
+        if has_valid(self.config.data):
+            runs.append(self.config)
+        if not runs:
+            raise ConfigError(
+                f"train.eval_iters is {self.config.train.eval_iters}, and there is nothing to evaluate: "
+                f"data.split leaves nothing for valid, and there are no [validation] sets; give one, "
+                f"or set train.eval_iters to 0"
+            )
+        for run in runs:
+            open_split(run, "valid", self.ranks).close()
+
     def evaluate_all(self) -> dict[str, Any]:
-        """The losses of the valid split and of validation sets: see `evaluation`."""
-        return evaluate_all(
-            self.config, self.model, lambda: self.watchdog.enter_phase("evaluating")
-        )
+        """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}. Each is read
+        from its start every time.
+
+        Collective over all ranks. The entries are added to the step's record: `RunLog.write` logs
+        each step that has one whose name begins with "valid_loss", and `streammega plot` draws both
+        (`FIELDS` in cli/plotting.py).
+        """
+        record: dict[str, Any] = {}
+        if has_valid(self.config.data):
+            record["valid_loss"] = self._valid_loss(self.config)
+        sets = validation_sets(self.config)
+        if sets:
+            record["valid_loss_of"] = {name: self._valid_loss(run) for name, run in sets.items()}
+        return record
+
+    def _valid_loss(self, config: RunConfig) -> float:
+        """Mean loss over the first eval_iters global batches of the valid split of a run."""
+        model = self.model
+        loss_and_tokens = torch.zeros(2, device=self.device, dtype=torch.float64)
+        with open_split(config, "valid", self.ranks) as loader:
+            batches = RankBatches(loader, self.ranks, self.device, every_stage=config.every_stage)
+            micro_steps = config.train.global_batch_size // loader.dataset.step_samples
+            for _ in range(config.train.eval_iters):
+                self.watchdog.enter_phase("evaluating")
+                # Not a loop over `batches`: that would begin at the first sample again.
+                rest = iter(lambda: next(batches, None), None)
+                global_batch = list(islice(rest, micro_steps))
+                if len(global_batch) < micro_steps:
+                    break
+                losses = model.evaluate(global_batch)
+                if model.counts_losses:
+                    loss_and_tokens[0] += losses.loss.double().sum()
+                    loss_and_tokens[1] += losses.tokens.double().sum()
+            batches.close()
+        self.ranks.all_reduce(loss_and_tokens, WORLD)
+        loss, tokens = loss_and_tokens.tolist()
+        return float(loss / max(tokens, 1.0))
 
     def abandon_log(self) -> None:
         """End the metrics of a run that fails. No other rank is needed."""
@@ -499,35 +588,3 @@ class StepBatches(Iterator[Batch]):
             self.kept.append(batch)
         self._watchdog.enter_phase("computing")
         return batch
-
-
-class DeviceTimer:
-    """How long a device needs for the work of a `with` block: by the host's clock, or by CUDA events.
-
-    Nothing waits for the device. Read `seconds` after the host has waited for the block's work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        count = 2 if device.type == "cuda" else 0
-        self._events = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(count)
-        ]
-        self._times = [0.0, 0.0]
-
-    def __enter__(self) -> None:
-        self._mark(0)
-
-    def __exit__(self, *_: object) -> None:
-        self._mark(1)
-
-    def _mark(self, index: int) -> None:
-        self._times[index] = time.perf_counter()
-        if self._events:
-            self._events[index].record()
-
-    @property
-    def seconds(self) -> float:
-        """The time from the begin to the end of the last block."""
-        begin, end = self._times
-        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else end - begin

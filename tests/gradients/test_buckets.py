@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streammega import BucketedDataParallel, ParallelLayout, Ranks
 from streammega.errors import GradientError
 from streammega.gradients.buffers import default_bucket_size, local_grad, make_buckets
-from streammega.gradients.loss_scale import LossScale
+from streammega.gradients.grad_checks import LossScale
 from tests.support.gang import on_ranks
 
 

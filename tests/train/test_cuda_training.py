@@ -25,9 +25,10 @@ from streammega import (
 )
 from streammega.parallel import open_loader
 from streammega.train.config import ModelConfig, load_run
+from streammega.train.devices import DeviceTimer
 from streammega.train.model import GPT
 from streammega.train.run_log import read_metrics
-from streammega.train.trainer import DeviceTimer, Trainer
+from streammega.train.trainer import Trainer
 from tests.support.builders import write_dataset, write_layout_run
 from tests.support.cuda_support import DEVICES, NEEDS_CUDA, NEEDS_TWO, on_cuda
 from tests.support.gang import Gang

@@ -26,7 +26,7 @@ from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
 from streammega.gradients.buffers import local_part
-from streammega.gradients.loss_scale import LossScale
+from streammega.gradients.grad_checks import LossScale
 from streammega.samples.open import open_source
 from streammega.train.batch_hash import global_batch_hash, loader_hashes, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore

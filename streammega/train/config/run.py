@@ -52,8 +52,14 @@ class RunConfig:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
-        self._set_follow_record()
-        self._set_phase_starts()
+        data, train = self.data, self.train
+        if data.follow is not None and data.follow.log_url is None:
+            # By default the record of appended versions is in out_dir.
+            log_url = f"{train.out_dir.rstrip('/')}/follow"
+            data = replace(data, follow=replace(data.follow, log_url=log_url))
+        # Every phase has its first sample. All other code uses it, and neither steps nor tokens.
+        data = resolve_phase_starts(data, train.global_batch_size, train.rampup_batch_size)
+        object.__setattr__(self, "data", data)  # the way to set a field of what is frozen
         self._check_vocabulary()
         recompute = self.train.recompute
         if isinstance(recompute, int) and recompute > self.model.layers:
@@ -73,23 +79,6 @@ class RunConfig:
                 raise ConfigError(
                     f"validation set {name!r} must have a name of letters, digits, - and _; rename it"
                 )
-
-    def _set_follow_record(self) -> None:
-        """By default the record of appended versions is in out_dir."""
-        follow = self.data.follow
-        if follow is None or follow.log_url is not None:
-            return
-        out_dir = self.train.out_dir.rstrip("/")
-        data = replace(self.data, follow=replace(follow, log_url=f"{out_dir}/follow"))
-        # the way to set a field of what is frozen
-        object.__setattr__(self, "data", data)
-
-    def _set_phase_starts(self) -> None:
-        """Give every phase its first sample. All other code uses it, and neither steps nor tokens."""
-        data = resolve_phase_starts(
-            self.data, self.train.global_batch_size, self.train.rampup_batch_size
-        )
-        object.__setattr__(self, "data", data)
 
     def _check_vocabulary(self) -> None:
         of_data = self.data.vocab_size
