@@ -103,8 +103,11 @@ def redact_urls(text: str) -> str:
     if "=" in text:
         text = _QUERY.sub(rf"\1{HIDDEN}", text)
     if ":" in text:
-        for pattern in (_HEADER, _ELEMENT, _PROCESS):
-            text = pattern.sub(rf"\1{HIDDEN}", text)
+        text = _HEADER.sub(rf"\1{HIDDEN}", text)
+    if "<" in text:
+        text = _ELEMENT.sub(rf"\1{HIDDEN}", text)
+    if "custom-process: " in text:
+        text = _PROCESS.sub(rf"\1{HIDDEN}", text)
     return text
 
 

@@ -39,7 +39,7 @@ from tests.support.streams import (
     write_data,
 )
 from tools.bench.object_server import Running, running, start
-from tools.fuzz.answers import AnswerServer, listing_answer
+from tools.fuzz.answers import AnswerServer, listing_answer, plain_answer
 
 
 @pytest.mark.guarantee("faults-change-token")
@@ -338,6 +338,31 @@ def test_a_server_that_lists_the_same_page_for_ever_is_refused(scheme: str, tran
         assert server.requests < 60
 
 
+@pytest.mark.parametrize("scheme", ["s3", "oss"])
+@pytest.mark.parametrize("second", ["no token", "a page of a proxy", "an error with status 200"])
+def test_a_listing_that_ends_with_a_full_page_goes_on_after_its_last_key(
+    scheme: str, second: str
+) -> None:
+    keys = [f"a{number:04}" for number in range(1000)]
+    first = listing_answer(*keys, token="t")
+    bodies = {
+        "a page of a proxy": b"<html><body>Log in</body></html>",
+        "an error with status 200": b"<Error><Code>SlowDown</Code><Message>m</Message></Error>",
+    }
+    server = AnswerServer()
+    if second == "no token":
+        element = b"<NextContinuationToken>t</NextContinuationToken>"
+        server.answers = [first.replace(element, b" " * len(element))]
+    else:
+        server.answers = [first, plain_answer("200 OK", bodies[second])]
+    server.answers.append(listing_answer("b1", "b2"))
+    server.max_answers = len(server.answers)
+    options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
+    storage = StorageConfig(storage_options=options, max_retries=0)
+    store, _ = open_store(f"{scheme}://bucket", storage)
+    assert [info.key for info in store.list("")] == [*keys, "b1", "b2"]
+
+
 def test_an_answer_of_oss_without_a_size_or_a_version_is_no_object() -> None:
     server = AnswerServer()
     options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
@@ -346,8 +371,13 @@ def test_an_answer_of_oss_without_a_size_or_a_version_is_no_object() -> None:
     server.answers = [b"HTTP/1.1 200 OK\r\n\r\n"]
     with pytest.raises(StorageError, match="does not say how large the object is"):
         store.info(key)
+    server.answers = [b"HTTP/1.0 200 OK\r\nContent-Length: -7\r\n\r\n"]
+    with pytest.raises(StorageError, match="does not say how large the object is"):
+        store.info(key)
     server.answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"]
     assert (store.info(key).size, store.info(key).etag) == (7, "")
+    server.answers = [listing_answer("b1", "a1")]
+    assert [info.key for info in store.list(key)] == ["a1"], "other objects were not asked for"
 
 
 SECRETS = {"key": "k", "secret": "s" * 20}

@@ -61,7 +61,7 @@ class AnswerServer:
         connection.recv(65536)
 
 
-def _answer(status: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
+def plain_answer(status: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
     # Without the last line a client may send its next request on the connection that is being closed.
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -76,7 +76,7 @@ def listing_answer(*keys: str, token: str = "", dialect: str = "ListBucketResult
         f"<Contents><Key>{key}</Key><LastModified>2026-01-02T03:04:05.000Z</LastModified>"
         f"<ETag>{ETAG}</ETag><Size>{size}</Size><StorageClass>STANDARD</StorageClass>"
         f"<Type>Normal</Type></Contents>"
-        for size, key in enumerate(keys)
+        for size, key in enumerate(keys, 1)
     )
     text = (
         '<?xml version="1.0" encoding="UTF-8"?>'
@@ -84,12 +84,12 @@ def listing_answer(*keys: str, token: str = "", dialect: str = "ListBucketResult
         f"<KeyCount>{len(keys)}</KeyCount>{more}{entries}"
         f"<CommonPrefixes><Prefix>a/b/</Prefix></CommonPrefixes></{dialect}>"
     )
-    return _answer("200 OK", text.encode(), XML)
+    return plain_answer("200 OK", text.encode(), XML)
 
 
 def _error(status: str, code: str) -> bytes:
     text = f"<Error><Code>{code}</Code><Message>m</Message><RequestId>1</RequestId></Error>"
-    return _answer(status, text.encode(), XML)
+    return plain_answer(status, text.encode(), XML)
 
 
 def _seeds() -> list[bytes]:
@@ -99,7 +99,7 @@ def _seeds() -> list[bytes]:
         "Accept-Ranges": "bytes",
     }
     start, stop = SPAN
-    part = _answer(
+    part = plain_answer(
         "206 Partial Content",
         BODY[start:stop],
         about | {"Content-Range": f"bytes {start}-{stop - 1}/{len(BODY)}"},
@@ -107,10 +107,14 @@ def _seeds() -> list[bytes]:
     answers = [
         (
             b"i",
-            [_answer("200 OK", b"", about).replace(b"Content-Length: 0", b"Content-Length: 30")],
+            [
+                plain_answer("200 OK", b"", about).replace(
+                    b"Content-Length: 0", b"Content-Length: 30"
+                )
+            ],
         ),
         (b"r", [part]),
-        (b"r", [_answer("200 OK", BODY, about)]),
+        (b"r", [plain_answer("200 OK", BODY, about)]),
         (b"m", [part, part]),
         (b"l", [listing_answer("a1", "a/b/c", token="t"), listing_answer("a2")]),
         (b"f", [listing_answer("a1", "a2")]),
@@ -120,8 +124,8 @@ def _seeds() -> list[bytes]:
         (b"r", [_error("301 Moved Permanently", "PermanentRedirect")]),
         (b"r", [_error("416 Range Not Satisfiable", "InvalidRange")]),
         (b"p", [_error("412 Precondition Failed", "PreconditionFailed")]),
-        (b"p", [_answer("200 OK", b"", about)]),
-        (b"d", [_answer("204 No Content")]),
+        (b"p", [plain_answer("200 OK", b"", about)]),
+        (b"d", [plain_answer("204 No Content")]),
     ]
     return [operation + NEXT.join(parts) for operation, parts in answers]
 

@@ -271,8 +271,19 @@ class ObstoreStore(RemoteStore):
         def list_folder(client: Any) -> Any:
             if not recursive:
                 return client.list_with_delimiter(folder)["objects"]
-            pages = client.list(folder)
-            return list(self._refuse_repetition(chain.from_iterable(pages), itemgetter("path")))
+            listed: list[Any] = []
+            after = None
+            while True:
+                entries = chain.from_iterable(client.list(folder, offset=after))
+                more = list(self._refuse_repetition(entries, itemgetter("path")))
+                if after is not None:  # some servers ignore it
+                    more = [entry for entry in more if entry["path"] > after]
+                listed += more
+                # Pages hold 100 or 1,000 objects. obstore takes any answer that is no listing for the
+                # end. After a full page, the server is asked whether more follows.
+                if not more or len(listed) % 100 or self.scheme not in S3_SCHEMES:
+                    return listed
+                after = listed[-1]["path"]
 
         infos = _listed_infos(self._call(prefix, list_folder))
         listed = [info for info in infos if info.key.startswith(prefix)]

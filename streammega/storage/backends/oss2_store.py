@@ -57,10 +57,13 @@ class Oss2Store(RemoteStore):
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
         answer = self._call(key, lambda bucket: bucket.head_object(key))
-        if answer.content_length is None:
+        return self._info_of(key, answer.content_length, answer.etag)
+
+    def _info_of(self, key: str, size: int | None, etag: str | None) -> ObjectInfo:
+        if size is None or size < 0:
             raise no_size(self.url(key))
-        etag = _quoted(answer.etag) if answer.etag else ""
-        return ObjectInfo(key=key, size=int(answer.content_length), etag=etag)
+        # With its quotes, as in answers and in obstore. oss2 removes them.
+        return ObjectInfo(key=key, size=size, etag=f'"{etag}"' if etag else "")
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
         """Every answer's ETag is compared."""
@@ -99,8 +102,9 @@ class Oss2Store(RemoteStore):
             return [entry for entry in listed if not entry.is_prefix()]
 
         listed = [
-            ObjectInfo(key=entry.key, size=int(entry.size), etag=_quoted(entry.etag))
+            self._info_of(entry.key, entry.size, entry.etag)
             for entry in self._call(prefix, find)
+            if entry.key.startswith(prefix)
         ]
         return sorted(listed, key=lambda item: item.key)
 
@@ -243,8 +247,3 @@ class Oss2Writer(ObjectWriter):
 def _md5(body: bytes) -> dict[str, str]:
     digest = hashlib.md5(body, usedforsecurity=False).digest()
     return {"Content-MD5": base64.b64encode(digest).decode()}
-
-
-def _quoted(etag: str) -> str:
-    """With its quotes, as in answers and in obstore. oss2 removes them."""
-    return f'"{etag}"'
