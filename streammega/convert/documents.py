@@ -87,12 +87,12 @@ class Tokens:
         gather([tokens.view(np.uint8)], sources, byte_starts, byte_sizes, taken, taken_starts[:-1])
         counts = self.documents[documents]
         sequences = concat_ranges(offsets_of(self.documents)[documents], counts)
-        return Tokens(
+        return replace(
+            self,
             tokens=taken,
             lengths=self.lengths[sequences],
             documents=counts,
             modes=None if self.modes is None else self.modes[sequences],
-            source_bytes=self.source_bytes,
             origins=None if self.origins is None else self.origins.take(documents),
         )
 
@@ -111,14 +111,12 @@ class Tokens:
         num_documents = len(self.documents)
         document_of_sequence = np.repeat(np.arange(num_documents), self.documents)
         kept_of_document = np.bincount(document_of_sequence[keep], minlength=num_documents)
-        tokens = np.repeat(keep, self.lengths)
-        return Tokens(
-            tokens=self.tokens[tokens],
+        return replace(
+            self,
+            tokens=self.tokens[np.repeat(keep, self.lengths)],
             lengths=self.lengths[keep],
             documents=kept_of_document.astype(np.int64),
             modes=None if self.modes is None else self.modes[keep],
-            source_bytes=self.source_bytes,
-            origins=self.origins,
         )
 
     def cut(self, max_tokens: int, end: int | None) -> Tokens:
@@ -127,14 +125,7 @@ class Tokens:
         tokens_kept_before = offsets_of(is_kept)
         token_bounds = offsets_of(self.lengths)
         lengths = np.diff(tokens_kept_before[token_bounds]).astype(np.int32)
-        shortened = Tokens(
-            tokens=self.tokens[is_kept],
-            lengths=lengths,
-            documents=self.documents,
-            modes=self.modes,
-            source_bytes=self.source_bytes,
-            origins=self.origins,
-        )
+        shortened = replace(self, tokens=self.tokens[is_kept], lengths=lengths)
         # A sequence goes if the cut took all of it; one that was empty before stays.
         return shortened.take_sequences((lengths > 0) | (self.lengths == 0))
 

@@ -123,13 +123,13 @@ def plan_conversion(
 def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserver) -> Sample:
     """Up to SAMPLE_BYTES of each of some units, spread over all."""
     sample = Sample()
+    skipped = Skipped()
     if not job.units:
         return sample
     spread = np.linspace(0, len(job.units) - 1, SAMPLED_UNITS)
     units = np.unique(spread.astype(int)).tolist()
     sample.is_complete = len(units) == len(job.units)
     for unit in units:
-        skipped = Skipped()
         size = 0
         for batch in batches_of(job, unit, skipped):
             if size >= SAMPLE_BYTES:
@@ -144,8 +144,7 @@ def _take_sample(job: Job, tokenizer: Tokenizer | None, progress: ProgressObserv
             _add(sample, kept, job, tokenizer)
             progress.advance(batch.source_bytes, len(kept.tokens))
         sample.bytes += size
-        for reason, count in skipped.counts.items():
-            sample.dropped[reason] = sample.dropped.get(reason, 0) + count
+    sample.dropped = skipped.counts
     return sample
 
 

@@ -125,7 +125,7 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
     """The records of units that are done and were made from the same, by their numbers."""
     records = {}
     for number in numbers:
-        stored = job.work_dir.read_record(_record_name(number))
+        stored = job.work_dir.read_record(f"{unit_name(number)}.json")
         if stored is not None and stored.get("digest") == job.unit_digest(number):
             segments = [ConvertSegment(**segment) for segment in stored.pop("segments")]
             skipped = Skipped(**stored.pop("skipped"))
@@ -135,11 +135,7 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:
     """Say that a unit is done: after all that it made is written."""
-    job.work_dir.write_record(_record_name(number), asdict(record))
-
-
-def _record_name(number: int) -> str:
-    return f"{unit_name(number)}.json"
+    job.work_dir.write_record(f"{unit_name(number)}.json", asdict(record))
 
 
 MAX_UNIT_BYTES = 64 << 20
@@ -159,7 +155,9 @@ def plan_units(
     put together.
     """
     units: list[list[Slice]] = []
-    unit_bytes = _unit_bytes(inputs)
+    wanted = sum(item.size for item in inputs) // TARGET_UNITS
+    # Tests set MAX_UNIT_BYTES below MIN_UNIT_BYTES.
+    unit_bytes = min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, wanted))
     room = 0
     for item in inputs:
         for piece in FORMATS[item.format].cut(item, unit_bytes, MAX_UNIT_BYTES, storage):
@@ -173,14 +171,6 @@ def plan_units(
                 room = unit_bytes
             room -= size
     return units
-
-
-def _unit_bytes(inputs: Sequence[Input]) -> int:
-    """Input bytes of a unit."""
-    wanted = sum(item.size for item in inputs) // TARGET_UNITS
-    # Tests set MAX_UNIT_BYTES below MIN_UNIT_BYTES.
-    min_bytes = min(MAX_UNIT_BYTES, MIN_UNIT_BYTES)
-    return max(min_bytes, min(MAX_UNIT_BYTES, wanted))
 
 
 def stored_bytes(pieces: Iterable[Slice]) -> int | None:

@@ -134,10 +134,8 @@ def origin_of(document: RawDocument, options: ConvertOptions) -> DocumentOrigin:
     return DocumentOrigin(path=path, kind=kind, place=document.line, id=record_id)
 
 
-@lru_cache(maxsize=64)
-def _without_secrets(path: str) -> str:
-    """Cached for the documents of a file: redacting costs as much as the rest of `origin_of`."""
-    return redact_urls(path)
+_without_secrets = lru_cache(maxsize=64)(redact_urls)
+"""Cached for the documents of a file: redacting costs as much as the rest of `origin_of`."""
 
 
 def id_fields(options: ConvertOptions) -> tuple[str, ...]:

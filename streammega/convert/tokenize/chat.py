@@ -162,7 +162,10 @@ class ChatEncoder:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         answers = np.array(chat.answers, np.int64).reshape(-1, 2)
         if self._tokenizer.spans_in_bytes:
-            answers = _in_bytes(chat)
+            # answers rise and do not overlap, so every character is encoded once
+            bounds = [0, *itertools.chain.from_iterable(chat.answers)]
+            sizes = [len(chat.text[low:high].encode()) for low, high in itertools.pairwise(bounds)]
+            answers = np.cumsum(np.array(sizes, np.int64)).reshape(-1, 2)
         return spans.ids, _covered(spans, answers)
 
     @cached_property
@@ -231,14 +234,6 @@ def _covered(spans: TokenSpans, answers: NDArray[np.int64]) -> NDArray[np.bool_]
     np.add.at(steps, np.maximum(first_token, token_behind), -1)
     answers_around = np.cumsum(steps)[:-1]
     return np.asarray(answers_around > 0)
-
-
-def _in_bytes(chat: Rendered) -> NDArray[np.int64]:
-    """Answers by bytes of UTF-8, int64 [answers, 2]."""
-    # answers rise and do not overlap, so every character is encoded once
-    bounds = [0, *itertools.chain.from_iterable(chat.answers)]
-    sizes = [len(chat.text[low:high].encode()) for low, high in itertools.pairwise(bounds)]
-    return np.cumsum(np.array(sizes, np.int64)).reshape(-1, 2)
 
 
 def find_template(

@@ -242,9 +242,12 @@ class BatchEncoder:
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
-        parts: list[Part]
+        parts: list[Part] = []
         if self.options.chat and document.is_record:
-            parts = _conversation(_record(document), document.where)
+            # Headers and questions have mode 0, answers mode 1. Every text has an end of its own.
+            for message in messages_of(_record(document), document.where):
+                parts.append((message.header, 0, False))
+                parts.append((message.text, int(message.is_answer), True))
         else:
             texts = self._texts(document)
             parts = [(text, mode, n == len(texts)) for n, (text, mode) in enumerate(texts, 1)]
@@ -305,28 +308,13 @@ def _decode(document: RawDocument) -> str:
     except UnicodeDecodeError as error:
         if document.line or document.offset >= 0:  # a line of a file, whose other lines may be text
             raise not_utf8(document.where, error) from None
-        raise _not_text(document.where, error) from None
-
-
-def _not_text(path: str, error: UnicodeDecodeError) -> FormatError:
-    """The error for a file that is read as one text and may be, for instance, an image."""
-    archive, _, member = path.partition("!")
-    if member and format_of(archive) == "tar":
-        return not_utf8(path, error, "name another member by --tar-member")
-    name = path.rpartition("/")[2]
-    ending = suffix_of(name) or name
-    return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{ending}')")
-
-
-def _conversation(record: Any, where: str) -> list[Part]:
-    """Headers and questions of mode 0, answers of mode 1; every text ends with the end-of-document
-    token.
-    """
-    parts: list[Part] = []
-    for message in messages_of(record, where):
-        parts.append((message.header, 0, False))
-        parts.append((message.text, int(message.is_answer), True))
-    return parts
+        # It is read as one text, and may be an image for instance.
+        archive, _, member = document.where.partition("!")
+        name = document.where.rpartition("/")[2]
+        remedy = f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')"
+        if member and format_of(archive) == "tar":
+            remedy = "name another member by --tar-member"
+        raise not_utf8(document.where, error, remedy) from None
 
 
 def _sentence_splitter(language: str) -> Any:

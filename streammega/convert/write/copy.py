@@ -30,7 +30,6 @@ left out. What is known of each takes a few hundred bytes of memory.
 """
 REQUESTS_OF_A_CHUNK = 4
 """Requests that read a chunk of a remote object at the same time."""
-_NOTHING = np.empty(0, np.uint8)
 
 
 def copy_in_order(
@@ -194,7 +193,13 @@ def load_documents(
         stop = int(indexed.document_indices[int(numbers.max()) + 1])
         lengths_of_part = np.asarray(indexed.sequence_lengths[start:stop])
         byte_bounds = offsets_of(lengths_of_part) * dtype.itemsize
-        stored = _read_sequences(indexed, start, lengths_of_part, dtype)
+        start_byte = int(indexed.sequence_offsets[start]) if len(lengths_of_part) else 0
+        num_bytes = int(lengths_of_part.sum(dtype=np.int64)) * indexed.dtype.itemsize
+        # Copies, since local files are read into one buffer again and again.
+        pieces = [piece.copy() for piece in _stored_bytes(indexed, start_byte, num_bytes)]
+        stored = np.concatenate([np.empty(0, np.uint8), *pieces])
+        if indexed.dtype != dtype:
+            stored = _cast(stored, indexed, dtype)
         if len(stored) != int(byte_bounds[-1]):
             raise ConvertError(
                 f"{indexed.prefix}: {len(stored)} bytes were read of {int(byte_bounds[-1])}; "
@@ -222,18 +227,6 @@ def load_documents(
         lengths=np.concatenate(lengths),
         modes=np.concatenate(modes) if modes else None,
     )
-
-
-def _read_sequences(
-    indexed: IndexedDataset, first: int, lengths: NDArray[np.int32], dtype: np.dtype[Any]
-) -> Bytes:
-    """The tokens of consecutive sequences from `first` on, as bytes of a dtype."""
-    start_byte = int(indexed.sequence_offsets[first]) if len(lengths) else 0
-    num_bytes = int(lengths.sum(dtype=np.int64)) * indexed.dtype.itemsize
-    # Copies, since local files are read into one buffer again and again.
-    pieces = [piece.copy() for piece in _stored_bytes(indexed, start_byte, num_bytes)]
-    tokens = np.concatenate(pieces) if pieces else _NOTHING
-    return tokens if indexed.dtype == dtype else _cast(tokens, indexed, dtype)
 
 
 def _copy_stretch(

@@ -11,7 +11,6 @@ import shutil
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from streammega.config import StorageConfig
@@ -56,24 +55,6 @@ one conversion may overwrite it at the same moment.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExistingDataset:
-    """The dataset under the output's name, by default none.
-
-    files: each `.idx` first, which is the order to delete them in. manifest_version, index_version:
-    the ETags of its manifest and of an `.idx` of the very name, "" if missing.
-    """
-
-    files: list[str] = field(default_factory=list)
-    manifest_version: str = ""
-    index_version: str = ""
-
-    @property
-    def version(self) -> str:
-        """Changes with the dataset; "" if there is no dataset."""
-        return self.manifest_version or self.index_version
-
-
 class Destination:
     """The place of a dataset: its prefix, and the names of its files. Methods raise StorageError.
 
@@ -108,8 +89,13 @@ class Destination:
         """The ETag of the manifest; "" if it is missing."""
         return find_etag(self.manifest_url, self.storage)
 
-    def find_existing(self) -> ExistingDataset:
-        """The dataset that is there. Raises ConvertError if its manifest cannot be read."""
+    def find_existing(self) -> tuple[list[str], str, str]:
+        """The dataset that is there: (files, version of its manifest, version). Raises ConvertError if
+        its manifest cannot be read.
+
+        files: each `.idx` first, which is the order to delete them in. Versions are ETags, and "" for
+        what is missing; that of a dataset without a manifest is the ETag of its `.idx`.
+        """
         # The versions are read first: after a change in between, they do not match any more.
         manifest_version = self.manifest_version()
         index_version = find_etag(self.index_url, self.storage)
@@ -136,9 +122,7 @@ class Destination:
             of_index = [url for url in tokens if exists(url, self.storage)][:1]
             pair = [self.index_url, *of_index, self.prefix + ENDING]
             files += [url for url in pair if url not in files]
-        return ExistingDataset(
-            files=files, manifest_version=manifest_version, index_version=index_version
-        )
+        return files, manifest_version, manifest_version or index_version
 
     def sizes(self, urls: Sequence[str]) -> dict[str, int]:
         """The bytes of those files that exist."""

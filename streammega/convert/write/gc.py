@@ -41,14 +41,26 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     """
     storage = storage or StorageConfig()
     folder, stem = _split(prefix)
-    there = {info.key.rpartition("/")[2]: info for info in _list(folder, storage)}
-    manifest = _manifest(join_url(folder, stem), storage)
-    files_of_dataset = _files_of(manifest)
+    store, key = open_store(f"{folder}/", storage)
+    # The key of a bucket's root is empty; a slash alone would be another folder.
+    below = f"{key.rstrip('/')}/" if key else ""
+    there = {info.key.rpartition("/")[2]: info for info in store.list(below, recursive=False)}
+    manifest: Manifest | None = None
+    files_of_dataset: set[str] = set()
+    lists_marked = False
+    try:
+        manifest = read_manifest(join_url(folder, f"{stem}{MANIFEST}"), storage)
+        endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
+        files_of_dataset = {shard.name + ending for shard in manifest.shards for ending in endings}
+        lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
+    except ObjectNotFoundError:
+        pass
+    except FormatError as error:
+        raise FormatError(
+            f"{error} (what belongs to the dataset is not known, so nothing is removed)"
+        ) from None
     # Else shards with a mark may be all that there is.
     has_dataset = manifest is not None or f"{stem}.idx" in there
-    lists_marked = False
-    if manifest is not None:
-        lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
     signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
     leftovers = []
     for name, info in sorted(there.items()):
@@ -87,25 +99,19 @@ def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
 
 
 def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:
-    """Whether a file has a name that those of a dataset's shards have."""
+    """Whether a file has a name that those of a dataset's shards have, and is not a file of another
+    dataset whose name happens to look so.
+    """
     shard = _shard_of(name)
     has_name = name.endswith(ENDINGS) and could_belong_to(shard, stem)
-    return has_name and not _has_manifest(shard, stem, there)
+    names = {shard, without_number(shard)} - {stem}
+    return has_name and not any(f"{name}{MANIFEST}" in there for name in names)
 
 
 def _shard_of(name: str) -> str:
     """The prefix of the shard that a file is one of."""
     prefix, _ = split_name(name.removesuffix(ORIGINS))
     return prefix
-
-
-def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
-    """Whether a shard is that of another dataset, whose name happens to look like that of a shard
-    of this one.
-    """
-    return any(
-        name != stem and f"{name}{MANIFEST}" in there for name in (shard, without_number(shard))
-    )
 
 
 def remove_leftovers(
@@ -139,29 +145,3 @@ def _split(prefix: str) -> tuple[str, str]:
     dataset, _ = split_name(prefix.removesuffix(MANIFEST))
     folder, slash, stem = dataset.rpartition("/")
     return (folder if slash else "."), stem
-
-
-def _list(folder: str, storage: StorageConfig) -> list[ObjectInfo]:
-    store, key = open_store(f"{folder}/", storage)
-    # The key of a bucket's root is empty; a slash alone would be another folder.
-    below = f"{key.rstrip('/')}/" if key else ""
-    return store.list(below, recursive=False)
-
-
-def _manifest(prefix: str, storage: StorageConfig) -> Manifest | None:
-    try:
-        return read_manifest(f"{prefix}{MANIFEST}", storage)
-    except ObjectNotFoundError:
-        return None
-    except FormatError as error:
-        raise FormatError(
-            f"{error} (what belongs to the dataset is not known, so nothing is removed)"
-        ) from None
-
-
-def _files_of(manifest: Manifest | None) -> set[str]:
-    """The names of a dataset's files."""
-    if manifest is None:
-        return set()
-    endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
-    return {shard.name + ending for shard in manifest.shards for ending in endings}

@@ -58,7 +58,9 @@ def labels_of(
     _is_mix(known, options)
     # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
-    vocabularies = [_vocabulary(manifest) for manifest in known.values()]
+    vocabularies = [
+        {name: getattr(manifest, name) for name in UNKNOWN} for manifest in known.values()
+    ]
     if not is_known_of_all or any(other != vocabularies[0] for other in vocabularies):
         return UNKNOWN | {"eod_id": options.eod_id} | of_modes
     labels = dict(vocabularies[0])
@@ -143,15 +145,6 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
                 manifests[candidates[-1]] = read_manifest(name + MANIFEST, storage)
                 break
     return manifests
-
-
-def _vocabulary(manifest: Manifest) -> Labels:
-    """What a manifest says of its ids."""
-    return {
-        "eod_id": manifest.eod_id,
-        "vocab_size": manifest.vocab_size,
-        "tokenizer": manifest.tokenizer,
-    }
 
 
 def _loss_modes(

@@ -76,7 +76,10 @@ class Publisher:
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
         """Look at what is there. Raises ConvertError if it would have to be replaced and may not."""
-        record = self._stored_record()
+        stored_record = self._work_dir.read_record(PUBLISHING)
+        record = None
+        if stored_record is not None and stored_record.get("job") == self._record.job:
+            record = PublishRecord(**stored_record)
         # Before the manifest is read: after a change in between, the version does not match.
         version = self._destination.manifest_version()
         if not version:
@@ -178,7 +181,10 @@ class Publisher:
         if not self._has_origins:
             self._remove_stale_origins(names)
         for ending in moved:
-            self._move(layout, names, ending, progress)
+            for old, new in zip(layout.names, names, strict=True):
+                source = self._work_dir.file(f"out/{old}{ending}")
+                move_or_copy(source, self._destination.url(new + ending), self._storage)
+                progress.advance(1)
         self._commit(manifests[0])
         progress.advance(1)
         endings = (self._destination.suffix, *self._last_endings)
@@ -203,12 +209,6 @@ class Publisher:
         """Whether tokens are written under plain names that others could write too."""
         return self._is_remote and not self._record.mark
 
-    def _stored_record(self) -> PublishRecord | None:
-        stored = self._work_dir.read_record(PUBLISHING)
-        if stored is None or stored.get("job") != self._record.job:
-            return None
-        return PublishRecord(**stored)
-
     def _note_existing(self, *, overwrite: bool) -> None:
         """Note what is there: if anything is, shards get a mark.
 
@@ -216,15 +216,14 @@ class Publisher:
         """
         if not overwrite:
             self._check_nothing_exists()
-        existing = self._destination.find_existing()
-        if existing.version and not overwrite:
+        files, self._version, version = self._destination.find_existing()
+        if version and not overwrite:
             self._check_nothing_exists()  # it appeared in between
-        self._version = existing.manifest_version
         self._record = replace(
             self._record,
-            mark=self._make_mark(existing.version) if existing.version else "",
-            replaced=existing.files,
-            replaced_version=existing.manifest_version,
+            mark=self._make_mark(version) if version else "",
+            replaced=files,
+            replaced_version=self._version,
         )
 
     def _make_mark(self, version: str) -> str:
@@ -330,14 +329,6 @@ class Publisher:
             return  # without the right to list, a missing object is refused too
         for url in urls.intersection(existing):
             delete(url, self._storage)
-
-    def _move(
-        self, layout: ShardLayout, names: Sequence[str], ending: str, progress: ProgressObserver
-    ) -> None:
-        for old, new in zip(layout.names, names, strict=True):
-            source = self._work_dir.file(f"out/{old}{ending}")
-            move_or_copy(source, self._destination.url(new + ending), self._storage)
-            progress.advance(1)
 
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""
