@@ -88,6 +88,7 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
     root = url.partition("://")[2].partition("/")[0]
     variables = [name for name in _ENDPOINT_VARIABLES.get(scheme, ()) if os.environ.get(name)]
     source = variables[0] if variables else "the cloud's default"
+    endpoint = bucket_url = region = ""
     if scheme == "s3":
         configured = s3_endpoint(root, options)
         region = s3_region(options, configured)
@@ -99,14 +100,13 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
             source = "the profile of AWS"
         in_host = style == "virtual" or not configured
         bucket_url = _with_bucket(endpoint, root) if in_host else f"{endpoint.rstrip('/')}/{root}"
-        return _connection(endpoint, bucket_url, source, region)
-    if scheme == "oss":
+    elif scheme == "oss":
         of_oss = oss_endpoint(root, options, os.environ)
         if any(options.get(name) for name in ("endpoint", "endpoint_url", "region")):
             source = OPTIONS
         bucket_url = of_oss.s3_url(root) + (f"/{root}" if of_oss.is_address else "")
-        return _connection(of_oss.native_url, bucket_url, source, of_oss.region)
-    if scheme in _DEFAULT_ENDPOINTS:
+        endpoint, region = of_oss.native_url, of_oss.region
+    elif scheme in _DEFAULT_ENDPOINTS:
         chosen = options.get("endpoint_url") or options.get(ENDPOINT_OPTIONS[scheme])
         account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
         if scheme == "az" and not (chosen or account):
@@ -115,14 +115,12 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
             )
         endpoint = str(chosen or _DEFAULT_ENDPOINTS[scheme].format(account=account))
         source = OPTIONS if chosen else source
-        return _connection(endpoint, f"{endpoint.rstrip('/')}/{root}", source, "")
-    if scheme in ("http", "https"):
-        host = root.rpartition("@")[2]
-        return _connection(f"{scheme}://{host}", f"{scheme}://{host}", "the URL", "")
-    return _connection("", "", "", "")
-
-
-def _connection(endpoint: str, bucket_url: str, source: str, region: str) -> Connection:
+        bucket_url = f"{endpoint.rstrip('/')}/{root}"
+    elif scheme in ("http", "https"):
+        endpoint = bucket_url = f"{scheme}://{root}"
+        source = "the URL"
+    else:
+        source = ""
     return Connection(
         endpoint=_without_user(endpoint),
         bucket_url=_without_user(bucket_url),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,24 +33,16 @@ BUFFER_BYTES = 64 << 10
 """Bytes of the buffer for lines and headers: small reads then take no lock."""
 
 
-class _Part:
+class _Part(NamedTuple):
     """Bytes [start, stop) of the object, as one request that was begun."""
 
-    def __init__(self, start: int, stop: int, work: Batch) -> None:
-        self.start = start
-        self.stop = stop
-        self._work = work
-        self._body: Buffer | None = None
-
-    def wait(self) -> Buffer:
-        """Its bytes. Raises what the store raises."""
-        if self._body is None:
-            self._body = self._work.wait()[0]
-        return self._body
+    start: int
+    stop: int
+    request: Batch
 
     def drop(self) -> None:
         """Cancel it: what has not been sent is not sent, and no pause is waited for."""
-        self._work.stop.set()
+        self.request.stop.set()
 
 
 class ObjectReader(io.RawIOBase):
@@ -126,7 +118,7 @@ class ObjectReader(io.RawIOBase):
         self._request(self._position + wanted)
         part = self._parts[0]
         try:
-            body = part.wait()
+            body = part.request.wait()[0]
         except BaseException:  # also Ctrl-C: a cancelled part never arrives
             self._drop_all()
             raise

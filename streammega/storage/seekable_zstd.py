@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError, FormatError
 from streammega.kernels.addresses import address_of, check_room
 from streammega.kernels.plan import ZSTD_SYMBOL, decompress_frames
+from streammega.storage.derived_stores import parts_between
 from streammega.storage.store import (
     Bytes,
     ObjectInfo,
@@ -165,8 +165,8 @@ def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[Integer
     flat = np.frombuffer(table, "<u4", frames * words, HEADER.size)
     entries = flat.reshape(frames, words).astype(np.int64)
     # Two arrays, each contiguous: they are searched for each read.
-    compressed = _ends_of(entries[:, 0])
-    decompressed = _ends_of(entries[:, 1])
+    compressed = np.append(0, entries[:, 0]).cumsum()
+    decompressed = np.append(0, entries[:, 1]).cumsum()
     largest = int(entries[:, 1].max(initial=0))
     if largest > MAX_FRAME_BYTES:
         raise FormatError(
@@ -181,13 +181,6 @@ def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[Integer
             f"table; write it again"
         )
     return compressed, decompressed
-
-
-def _ends_of(sizes: Integers) -> Integers:
-    """Where each part of a whole begins, and where the last one ends."""
-    bounds = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
-    return bounds
 
 
 _thread = threading.local()
@@ -254,7 +247,7 @@ class Frames:
 
     def stored_range(self, start: int, stop: int) -> Span:
         """Whole frames."""
-        first, last = self._frames_of(start, stop)
+        first, last = parts_between(self._decompressed, start, stop)
         return int(self._compressed[first]), int(self._compressed[last])
 
     def decode(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
@@ -277,22 +270,12 @@ class Frames:
         if damaged >= 0:
             raise self._damage_of(damaged, stored, spans)
 
-    def _frames_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
-        # `searchsorted` lets go of the GIL and then waits for it, among threads that all
-        # decompress: that took a quarter of the time of one. A memoryview gives integers of Python:
-        # with those of numpy the search takes two and a half times as long.
-        edges = self._decompressed.data
-        first = bisect_right(edges, start) - 1
-        last = bisect_left(edges, stop, first)
-        return first, last
-
     def _kernel_row(self, stored: Bytes, start: int, stop: int, out: Bytes) -> tuple[int, ...]:
         """A read as the kernel takes it. Raises ValueError, since the kernel checks no address."""
         if not 0 <= start <= stop <= self.size:
             raise ValueError(f"there are no bytes [{start}, {stop}) among {self.size}")
         check_room(out, stop - start)
-        first, last = self._frames_of(start, stop)
+        first, last = parts_between(self._decompressed, start, stop)
         size = self._compressed[last] - self._compressed[first]
         if len(stored) != size or not stored.flags.c_contiguous:
             raise ValueError(f"{len(stored)} bytes are not the frames that have {size}")
