@@ -154,9 +154,10 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
     Reads the index, and of the tokens only the first few. Raises FormatError for tokens of another
     tokenizer.
     """
+    from streammega.dataset.indexed import document_tokens
     from streammega.dataset.names import split_name
 
-    lengths = document_lengths(indexed)
+    lengths = document_tokens(indexed)
     first = first_tokens(indexed, num_first_tokens)
     edges, counts = length_histogram(lengths)
     report: Report = {
@@ -189,13 +190,6 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
     return report
 
 
-def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
-    """Tokens of each document, int64 [documents]."""
-    ends_of_sequences = np.cumsum(indexed.sequence_lengths, dtype=np.int64)
-    tokens_before_sequence = np.concatenate([np.zeros(1, np.int64), ends_of_sequences])
-    return np.diff(tokens_before_sequence[indexed.document_indices])
-
-
 def length_histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(edges, documents between them); edges are 0, 1, 2, 4, ... to the first power above all."""
     longest = int(lengths.max(initial=0))
@@ -218,7 +212,9 @@ def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
 
 def write_plot(indexed: IndexedDataset, path: str) -> None:
     """The histogram of lengths as a PNG. Raises ConfigError when matplotlib is not installed."""
-    lengths = document_lengths(indexed)
+    from streammega.dataset.indexed import document_tokens
+
+    lengths = document_tokens(indexed)
     edges, counts = length_histogram(lengths)
     title = f"{redact_urls(indexed.prefix)}: {len(lengths):,} documents, {lengths.sum():,} tokens"
     # a logarithmic axis has no 0

@@ -78,8 +78,13 @@ def order_report(
     notes = []
     if blend[0].endswith(RUN):
         _check_of_a_blend(context, blend[0])
+        from streammega.cli.trace import open_run
+        from streammega.train.config import load_run
+
         with ProgressDisplay("opening") as progress:
-            phases = _measure_run(blend[0], blend[1:], ranks, steps, progress)
+            run = open_run(load_run(blend[0], blend[1:]), "train", None)
+            source = run.provenance.source
+            phases = measure_phases(source, run.schedule, ranks, steps, run.end, progress)
         if plot and len(phases) > 1:
             raise ConfigError(
                 f"--plot: draws one order, and {blend[0]} has {len(phases)} phases; leave it out"
@@ -95,8 +100,10 @@ def order_report(
                 f"--steps {steps:,} of --global-batch-size {global_batch_size:,} samples are more than "
                 f"the {MAX_SAMPLES:,} of an order; lower one of them"
             )
+        # In one text, a weight without a prefix is an error. A prefix with blanks needs a list.
+        has_blanks = any(len(word.split()) != 1 for word in blend)
         config = DataConfig(
-            blend=_blend_of(blend),
+            blend=blend if has_blanks and len(blend) > 1 else " ".join(blend),
             sequence_length=sequence_length,
             split=split,
             seed=seed,
@@ -113,25 +120,6 @@ def order_report(
     if plot:
         write_plot(phases[0], plot)
         typer.echo(f"plot written to {plot}", err=as_json)
-
-
-def _blend_of(words: list[str]) -> list[str] | str:
-    """The words as one text, or as a list where a prefix has blanks.
-
-    In one text, a weight without a prefix is an error.
-    """
-    has_blanks = any(len(word.split()) != 1 for word in words)
-    return words if has_blanks and len(words) > 1 else " ".join(words)
-
-
-def _measure_run(
-    path: str, overrides: list[str], ranks: int, steps: int, progress: ProgressObserver
-) -> list[MeasuredOrder]:
-    from streammega.cli.trace import open_run
-    from streammega.train.config import load_run
-
-    run = open_run(load_run(path, overrides), "train", None)
-    return measure_phases(run.provenance.source, run.schedule, ranks, steps, run.end, progress)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -257,9 +257,12 @@ def plot(
         raise ConfigError(f"{place}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
     restarts = find_restarts(records)
+    begun_again = ""
+    if restarts:
+        begun_again = f" (begun again with step {', '.join(map(str, restarts))})"
     write_run(records, f"{title}: {len(steps)} steps", target)
     summary = (
-        f"{pluralize(len(steps), 'step')}{_begun_again(restarts)}, "
+        f"{pluralize(len(steps), 'step')}{begun_again}, "
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}\n"
         f"plot written to {target}"
     )
@@ -271,9 +274,3 @@ def plot(
         "plot": target,
     }
     show_report(report if as_json else {}, summary=summary, as_json=as_json)
-
-
-def _begun_again(steps: Sequence[int]) -> str:
-    if not steps:
-        return ""
-    return f" (begun again with step {', '.join(map(str, steps))})"

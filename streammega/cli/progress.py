@@ -33,12 +33,6 @@ class Part:
     expected: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    def figures(self, name: str) -> str:
-        """How far it is, its speed, and the time left."""
-        return _meter(
-            name, self.done, self.expected or None, time.monotonic() - self.began, self.unit
-        )
-
 
 def _meter(
     name: str, done: int, total: int | None, seconds: float, unit: str, postfix: str = ""
@@ -167,5 +161,6 @@ class ProgressDisplay(ProgressObserver):
         for name, part in self._parts.items():
             is_shown = part.done < part.expected or not part.expected
             if is_shown and not (name == CALLS and self._total):
-                figures.append(part.figures(name))
+                seconds = time.monotonic() - part.began
+                figures.append(_meter(name, part.done, part.expected or None, seconds, part.unit))
         return ", ".join(figures)

@@ -218,7 +218,9 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
 def _documents(
     run: TracedRunFile, what: str, model: Tokenizer | None, progress: ProgressObserver
 ) -> list[DocumentName]:
-    """The documents that --find names. Raises ConfigError if no document matches."""
+    """The documents that --find names, or that have its text. Raises ConfigError if none does."""
+    from streammega.samples.provenance import documents_with
+
     names = run.provenance.names
     matches = names.find(what)
     if matches:
@@ -228,29 +230,20 @@ def _documents(
             f"--find: {names.describe_missing([what])}. To find a text, give the --tokenizer that "
             "made the tokens"
         )
-    return _documents_with(run, what, model, progress)
-
-
-def _documents_with(
-    run: TracedRunFile, text: str, model: Tokenizer, progress: ProgressObserver
-) -> list[DocumentName]:
-    """The documents that have a text, each once."""
-    from streammega.samples.provenance import documents_with
-
-    matches: dict[DocumentName, None] = {}
-    for name, _, ids in documents_with(run.provenance, _patterns(text, model), progress):
+    with_text: dict[DocumentName, None] = {}
+    for name, _, ids in documents_with(run.provenance, _patterns(what, model), progress):
         # the patterns lack the first and last id, so the whole text is compared
-        if text in model.decode(ids.tolist()):
-            matches[name] = None
-        if len(matches) == MAX_FOUND:
+        if what in model.decode(ids.tolist()):
+            with_text[name] = None
+        if len(with_text) == MAX_FOUND:
             log.warning("%d documents have this text; no more are looked for", MAX_FOUND)
             break
-    if not matches:
+    if not with_text:
         raise ConfigError(
-            f"no document of this split has the text {text!r}; is it the tokenizer of the data, and "
+            f"no document of this split has the text {what!r}; is it the tokenizer of the data, and "
             "does the text begin and end with whole words?"
         )
-    return list(matches)
+    return list(with_text)
 
 
 def _patterns(text: str, model: Tokenizer) -> list[list[int]]:

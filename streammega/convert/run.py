@@ -43,10 +43,9 @@ from streammega.convert.write.destination import (
     check_writable,
     warn_of_little_room,
 )
-from streammega.convert.write.document_order import document_tokens
 from streammega.convert.write.manifest_metadata import labels_of
 from streammega.convert.write.publish import Publisher
-from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.indexed import IndexedDataset, document_tokens
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.versions import check_not_grown

@@ -450,3 +450,14 @@ class IndexedDataset(Sequence["Item"]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")
         return number % len(self)
+
+
+def document_tokens(
+    indexed: IndexedDataset, start: int = 0, stop: int | None = None
+) -> NDArray[np.int64]:
+    """Tokens of each of the documents [start, stop), int64."""
+    bounds = indexed.document_indices[start : None if stop is None else stop + 1]
+    first, last = int(bounds[0]), int(bounds[-1])
+    ends = np.cumsum(indexed.sequence_lengths[first:last], dtype=np.int64)
+    tokens: NDArray[np.int64] = np.diff(np.append(0, ends)[bounds - first])
+    return tokens

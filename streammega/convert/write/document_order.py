@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streammega.convert.documents import Tokens, offsets_of
 from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import ConvertOptions
-from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.indexed import IndexedDataset, document_tokens
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage import open_store
 from streammega.storage.progress import ProgressObserver
@@ -140,17 +140,6 @@ class DocumentOrder:
             return None
         bits = self._job.work_dir.read(part.name + KEEP)
         return np.unpackbits(bits, count=part.documents).astype(np.bool_)
-
-
-def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = None) -> Integers:
-    """Tokens of each of the documents [start, stop), int64."""
-    last_bound = None if stop is None else stop + 1
-    sequence_bounds = indexed.document_indices[start:last_bound]
-    first = int(sequence_bounds[0])
-    last = int(sequence_bounds[-1])
-    token_bounds = offsets_of(indexed.sequence_lengths[first:last])
-    tokens: Integers = np.diff(token_bounds[sequence_bounds - first])
-    return tokens
 
 
 def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
