@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -35,9 +35,6 @@ from streammega.convert.options import (
 )
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact, redact_urls, without_queries
-
-if TYPE_CHECKING:
-    from streammega.convert import ConvertReport
 
 SHOWN_NAMES = 20
 """Names of skipped files that are shown for each reason; JSON has more."""
@@ -163,7 +160,13 @@ def convert(
             typer.echo(f"{report['appended_to']['version']}: {version}")
     if as_json:
         show_report(report, as_json=True)
-    _write_outputs(done, command, words)
+    if command.report:
+        write_output(command.report, json.dumps(done.as_dict(words), indent=1).encode())
+    if command.plot:
+        from streammega.cli.plotting import write_lengths
+
+        title = f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens"
+        write_lengths(done.histogram, title, command.plot)
 
 
 @with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
@@ -300,17 +303,6 @@ def _check_append(
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
         made["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
     check_can_append(dataset, prefix, made, storage)
-
-
-def _write_outputs(done: ConvertReport, command: CommandOptions, words: Sequence[str]) -> None:
-    if command.report:
-        report = json.dumps(done.as_dict(words), indent=1)
-        write_output(command.report, report.encode())
-    if command.plot:
-        from streammega.cli.plotting import write_lengths
-
-        title = f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens"
-        write_lengths(done.histogram, title, command.plot)
 
 
 def _check_outputs(command: CommandOptions) -> None:

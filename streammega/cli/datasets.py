@@ -342,7 +342,12 @@ def cat(
         with ProgressDisplay("opening"):
             indexed = IndexedDataset(name, settings)
         shown = redact_urls(name)
-        _check_number(shown, last, len(indexed.document_indices) - 1)
+        count = len(indexed.document_indices) - 1
+        if last >= count:
+            numbered = f", numbered from 0 to {count - 1:,}" if count else ""
+            raise ConfigError(
+                f"{shown}: has {pluralize(count, 'document')}{numbered}; there is no number {last:,}"
+            )
         model = None if ids else _tokenizer(shown, indexed, tokenizer)
         for number, sequences in _read_documents(indexed, first, last):
             report = _document_report(shown, number, sequences, model)
@@ -368,14 +373,6 @@ def parse_documents(text: str) -> tuple[str, int, int]:
     if last < first:
         raise ConfigError(f"{text!r}: ends before it begins")
     return name, first, last
-
-
-def _check_number(name: str, number: int, documents: int) -> None:
-    if number >= documents:
-        numbered = f", numbered from 0 to {documents - 1:,}" if documents else ""
-        raise ConfigError(
-            f"{name}: has {pluralize(documents, 'document')}{numbered}; there is no number {number:,}"
-        )
 
 
 def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokenizer:

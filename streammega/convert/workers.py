@@ -153,7 +153,13 @@ def _run_in_processes(
             # A process that was killed ends by a signal; exit code 1 is an error of Python.
             is_error = any(process.exitcode == 1 for process in processes)
             if not has_started.value and is_error:
-                raise ConvertError(_start_failure()) from None
+                script = getattr(sys.modules["__main__"], "__file__", None) or "the main script"
+                raise ConvertError(
+                    f"{script}: the worker processes could not start, because each of them runs this "
+                    f"script first. Put the call of streammega.convert under "
+                    f'`if __name__ == "__main__":`, or use one worker (workers=1). If it is there '
+                    f"already, see the error of a worker above"
+                ) from None
             deaths += 1
             if deaths > MAX_DEATHS:
                 raise ConvertError(
@@ -185,15 +191,6 @@ def _submit(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> dict[Future[An
 
 def _processes(pool: ProcessPoolExecutor) -> list[Any]:
     return list((getattr(pool, "_processes", None) or {}).values())
-
-
-def _start_failure() -> str:
-    script = getattr(sys.modules["__main__"], "__file__", None) or "the main script"
-    return (
-        f"{script}: the worker processes could not start, because each of them runs this script "
-        f'first. Put the call of streammega.convert under `if __name__ == "__main__":`, or use '
-        f"one worker (workers=1). If it is there already, see the error of a worker above"
-    )
 
 
 def _start_process(work: Work, has_started: Any) -> None:

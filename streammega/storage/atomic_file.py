@@ -152,25 +152,19 @@ def _sweep(folder: str) -> None:
     old_paths = []
     with os.scandir(folder) as files:
         for entry in files:
-            if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS:
-                old_paths.append(entry.path)
+            with contextlib.suppress(OSError):  # removed meanwhile
+                is_temporary = _TEMPORARY.fullmatch(entry.name) is not None
+                if (
+                    is_temporary
+                    and now - entry.stat(follow_symlinks=False).st_mtime > ORPHAN_SECONDS
+                ):
+                    old_paths.append(entry.path)
     for path in old_paths:
         # It may be gone, belong to another user, or still be written.
         with contextlib.suppress(OSError):
-            _remove_unheld(path)
-
-
-def _age(entry: os.DirEntry[str], now: float) -> float:
-    try:
-        return now - entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _remove_unheld(path: str) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-    finally:
-        os.close(fd)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)

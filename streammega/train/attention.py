@@ -100,7 +100,8 @@ class Visibility:
         self.parts = list(parts)
         self.length = length
         self.cu_seqlens = cu_seqlens
-        self._longest = longest
+        if longest is not None:
+            self.longest = longest
         self._packed: dict[int, Packed] = {}
         self._pieces: dict[int, Pieces] = {}
         self._largest_bias: Tensor | None = None
@@ -147,15 +148,14 @@ class Visibility:
 
     def pieces(self, number: int) -> Pieces:
         """The documents that have tokens in part `number`, found once."""
-        if number not in self._pieces:
-            self._pieces[number] = self._cut(number)
-        return self._pieces[number]
-
-    def _cut(self, number: int) -> Pieces:
+        if number in self._pieces:
+            return self._pieces[number]
         part_start, part_stop = self.parts[number]
+        assert self.cu_seqlens is not None
+        bounds_of_rows: list[list[int]] = self.cu_seqlens.tolist()
         pieces = Pieces()
         covered = 0  # keys of all samples end to end that have a piece
-        for row, bounds in enumerate(self._bounds):
+        for row, bounds in enumerate(bounds_of_rows):
             for start, stop in pairwise(bounds):
                 # No query of the part sees what comes after the part.
                 seen_stop = min(stop, part_stop)
@@ -169,22 +169,15 @@ class Visibility:
                 pieces.documents.append(len(pieces.key_lengths))
                 pieces.key_lengths.append(seen_stop - start)
                 covered = row * self.length + seen_stop
-        pieces.key_lengths.append(len(self._bounds) * self.length - covered)
+        pieces.key_lengths.append(len(bounds_of_rows) * self.length - covered)
+        self._pieces[number] = pieces
         return pieces
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        if self._longest is None:
-            assert self.cu_seqlens is not None
-            self._longest = int(longest_document(self.cu_seqlens))
-        return self._longest
-
-    @cached_property
-    def _bounds(self) -> list[list[int]]:
         assert self.cu_seqlens is not None
-        bounds: list[list[int]] = self.cu_seqlens.tolist()
-        return bounds
+        return int(longest_document(self.cu_seqlens))
 
 
 def longest_document(cu_seqlens: Tensor) -> Tensor:

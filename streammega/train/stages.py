@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,6 +31,8 @@ def make_stages(
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     is_sharded = config.parallel.optimizer == "sharded"
     mesh = make_mesh(ranks, device.type) if is_sharded else None
+    tensor_group = ranks.group(TENSOR)
+    context_group = ranks.group("cp")
     # On the meta device first: memory is made only for what this rank keeps.
     with torch.device("meta"):
         full_model = GPT(config.model)
@@ -39,7 +41,14 @@ def make_stages(
         chunk.keep_stage(stage, num_stages)
         chunk.recompute(config.train.recompute)
         # Split on the meta device, so that memory is made for this rank's parts alone.
-        _split(chunk, config, ranks, device, mesh)
+        if tensor_group is not None:
+            of_tensor = mesh[TENSOR] if mesh is not None else None
+            chunk.parallelize(
+                of_tensor or DeviceMesh.from_group(tensor_group, device.type),
+                sequence_parallel=config.parallel.sequence_parallel,
+            )
+        if context_group is not None:
+            chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))
         if mesh is not None:
             shard(chunk, mesh[DATA], dtype)
         chunk.to_empty(device=device)
@@ -110,25 +119,6 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
             )
 
 
-def _split(
-    chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device, mesh: DeviceMesh | None
-) -> None:
-    """Divide a stage over tensor- and context-parallel ranks.
-
-    mesh: of all ranks of the stage, if its parameters are sharded too.
-    """
-    tensor_group = ranks.group(TENSOR)
-    context_group = ranks.group("cp")
-    if tensor_group is not None:
-        of_tensor = mesh[TENSOR] if mesh is not None else None
-        chunk.parallelize(
-            of_tensor or DeviceMesh.from_group(tensor_group, device.type),
-            sequence_parallel=config.parallel.sequence_parallel,
-        )
-    if context_group is not None:
-        chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))
-
-
 @torch.no_grad()
 def _initialize(chunks: Sequence[nn.Module], full_model: GPT, seed: int) -> None:
     """Give the parameters of stages their first values, the same on every layout of ranks.
@@ -147,16 +137,11 @@ def _initialize(chunks: Sequence[nn.Module], full_model: GPT, seed: int) -> None
             parameters_of.setdefault(canonical(name), []).append(parameter)
     for name, values in full_model.initial_values(seed):
         for parameter in parameters_of.get(canonical(name), ()):
-            local_part(parameter).copy_(_part_of_this_rank(values, parameter))
-
-
-def _part_of_this_rank(values: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of the values of a whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return values
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        values = values.narrow(dim, offset, size)
-    return values
+            part = values
+            if isinstance(parameter, DTensor):
+                sizes, offsets = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+                    part = part.narrow(dim, offset, size)
+            local_part(parameter).copy_(part)

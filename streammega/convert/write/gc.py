@@ -117,15 +117,13 @@ def _shard_of(name: str) -> str:
 def remove_leftovers(
     prefix: str,
     leftovers: list[ObjectInfo],
-    storage: StorageConfig | None = None,
-    progress: ProgressObserver | None = None,
+    storage: StorageConfig,
+    progress: ProgressObserver,
 ) -> None:
     """Remove what `find_leftovers` found: every `.idx` first.
 
     Raises ConvertError if the dataset has changed meanwhile.
     """
-    storage = storage or StorageConfig()
-    progress = progress or ProgressObserver()
     now = {info.key for info in find_leftovers(prefix, storage)}
     if any(info.key not in now for info in leftovers):
         raise ConvertError(

@@ -430,16 +430,6 @@ def _remove_object(folder: Path) -> int:
     return freed
 
 
-def _open_or_make(path: Path) -> int:
-    """A descriptor to read and write a file that all users of a cache share. Raises OSError."""
-    try:
-        return os.open(path, os.O_RDWR | OPEN_FLAGS)
-    except FileNotFoundError:
-        # Not with O_CREAT at first: in a sticky folder it refuses a file of another user.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
     """Hold the lock of a cache folder. Yields the descriptor of its file. Raises OSError.
@@ -448,7 +438,13 @@ def _locked(folder: Path) -> Iterator[int]:
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
     pause = FIRST_PAUSE
-    descriptor = _open_or_make(folder / "lock")
+    path = folder / "lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | OPEN_FLAGS)
+    except FileNotFoundError:
+        # Not with O_CREAT at first: in a sticky folder it refuses a file of another user.
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
     try:
         # A call that waits in the kernel could not end at the deadline.
         while not try_lock(descriptor):

@@ -289,6 +289,7 @@ def open_cached(cache: PageCache, url: str, etag: str, size: int) -> CachedObjec
 
     None: the disk cannot be used.
     """
+    global _toucher_pid
     name = object_name(url, etag, size, cache.chunk_bytes)
     key = str(cache.folder / name)
     with _lock:
@@ -300,19 +301,12 @@ def open_cached(cache: PageCache, url: str, etag: str, size: int) -> CachedObjec
                 cache.on_error(error)
                 return None
             _open_objects[key] = cached
-        _start_toucher()
+        # Once in each process: no thread survives a fork. A daemon, so that a disk that hangs does
+        # not delay the end of the process.
+        if _toucher_pid != os.getpid():
+            _toucher_pid = os.getpid()
+            threading.Thread(target=_touch_objects, name="streammega-cache", daemon=True).start()
         return cached
-
-
-def _start_toucher() -> None:
-    """Start the thread that touches open objects, once in each process: no thread survives a fork.
-
-    It is a daemon, so that a disk that hangs does not delay the end of the process.
-    """
-    global _toucher_pid
-    if _toucher_pid != os.getpid():
-        _toucher_pid = os.getpid()
-        threading.Thread(target=_touch_objects, name="streammega-cache", daemon=True).start()
 
 
 def _touch_objects() -> None:
