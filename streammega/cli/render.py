@@ -212,7 +212,7 @@ def _group(group: Any, level: int) -> Iterator[Heading | Table]:
             titles = {
                 name: value
                 for name, value in item.items()
-                if name in ("name", key_name) or _is_number(value)
+                if name in ("name", key_name) or type(value) is int
             }
             words = [f"{name} {_cell(value)}" for name, value in titles.items()]
             yield Heading(level, ", ".join(words))
@@ -231,10 +231,6 @@ def _with_bounds(name: str, value: Any) -> Any:
     if name == "tokens" and isinstance(value, list) and len(value) == 2:
         return f"[{value[0]}, {value[1]})"
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_group(value: Any) -> bool:
@@ -256,6 +252,6 @@ def _cell(value: Any) -> str:
         return f"{value:.5g}"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return ", ".join(map(_cell, value))
     return str(value)

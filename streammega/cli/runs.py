@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -18,9 +18,6 @@ from streammega.config import ORDERS
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
-
-if TYPE_CHECKING:
-    from streammega.storage.progress import ProgressObserver
 
 DOCUMENTS = 300
 TOKENS = 64
@@ -94,61 +91,41 @@ def warmup(as_json: AsJson = False) -> None:
     folder if the package's cannot be written.
     """
     from streammega.cli.progress import ProgressDisplay
-
-    with ProgressDisplay("compiling kernels") as progress:
-        done = warm_up(progress)
-    if not done.folders:
-        raise ConfigError(
-            "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
-            "written"
-        )
-    summary = (
-        f"{done.compiled} kernels compiled, {done.loaded} were there already, in "
-        f"{', '.join(done.folders)} ({done.seconds:.0f} s)\n"
-        "processes that may not write to this folder compile again: see NUMBA_CACHE_DIR"
-    )
-    show_report(asdict(done) if as_json else {}, summary=summary, as_json=as_json)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warmup:
-    """What was compiled. loaded: signatures that were in the cache already."""
-
-    compiled: int
-    loaded: int
-    folders: list[str]
-    seconds: float
-
-
-def warm_up(progress: ProgressObserver) -> Warmup:
-    """Convert and load a small corpus in every way that uses another kernel or signature."""
     from streammega.kernels.jit import KERNELS
 
     began = time.monotonic()
-    with TemporaryDirectory(prefix="streammega-warmup-") as folder:
-        progress.begin("compiling kernels", len(KINDS) + 1, " corpora")
+    with (
+        TemporaryDirectory(prefix="streammega-warmup-") as folder,
+        ProgressDisplay("compiling kernels", len(KINDS) + 1, " corpora") as progress,
+    ):
         for dataset in _convert(Path(folder)):
             _load(dataset)
             progress.advance(1)
         _load_in_phases(Path(folder))
         progress.advance(1)
+    seconds = time.monotonic() - began
     stats = [kernel.stats for kernel in KERNELS]
-    return Warmup(
-        compiled=sum(sum(of_kernel.cache_misses.values()) for of_kernel in stats),
-        loaded=sum(sum(of_kernel.cache_hits.values()) for of_kernel in stats),
-        folders=sorted(  # each file of kernels has a folder in them
-            {
-                str(Path(of_kernel.cache_path).parents[1])
-                for of_kernel in stats
-                if of_kernel.cache_path
-            }
-        ),
-        seconds=time.monotonic() - began,
+    compiled = sum(sum(of_kernel.cache_misses.values()) for of_kernel in stats)
+    loaded = sum(sum(of_kernel.cache_hits.values()) for of_kernel in stats)
+    # each file of kernels has a folder in them
+    paths = (Path(of_kernel.cache_path) for of_kernel in stats if of_kernel.cache_path)
+    folders = sorted({str(path.parents[1]) for path in paths})
+    if not folders:
+        raise ConfigError(
+            "numba finds no folder to keep kernels in; set NUMBA_CACHE_DIR to one that can be "
+            "written"
+        )
+    summary = (
+        f"{compiled} kernels compiled, {loaded} were there already, in "
+        f"{', '.join(folders)} ({seconds:.0f} s)\n"
+        "processes that may not write to this folder compile again: see NUMBA_CACHE_DIR"
     )
+    report = {"compiled": compiled, "loaded": loaded, "folders": folders, "seconds": seconds}
+    show_report(report if as_json else {}, summary=summary, as_json=as_json)
 
 
 def _convert(folder: Path) -> Iterator[str]:
-    """Datasets of all kinds that are loaded by other kernels."""
+    """Datasets of all kinds that are converted or loaded by other kernels or signatures."""
     from streammega.convert import convert
     from streammega.dataset.verify import verify
 

@@ -14,6 +14,7 @@ import json
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
+from streammega.storage.object_ops import exists
 
 if TYPE_CHECKING:  # pyarrow takes 0.1 s to import: only what reads or writes provenance does
     import pyarrow as pa
@@ -472,9 +474,6 @@ def has_provenance(prefix: str, storage: StorageConfig) -> bool:
     """Whether there is a file of provenance of a shard; False without the right to look. Raises
     StorageError.
     """
-    store, key = open_store(prefix + ENDING, storage)
-    try:
-        store.info(key)
-    except (ObjectNotFoundError, AccessDeniedError):
-        return False
-    return True
+    with suppress(AccessDeniedError):
+        return exists(prefix + ENDING, storage)
+    return False

@@ -45,8 +45,6 @@ WARN_EVERY_S = 30.0
 """Seconds between two warnings of this process: an outage fails hundreds of reads at once."""
 
 
-_thread = threading.local()
-"""`refusals`: see `take_refusals`."""
 _answered: set[bytes] = set()
 """Endpoints that answered this process or its parent, with any answer."""
 
@@ -56,8 +54,8 @@ def take_refusals() -> int:
 
     A call that succeeds after them shows nothing of them, and flow control must know.
     """
-    refusals: int = getattr(_thread, "refusals", 0)
-    _thread.refusals = 0
+    refusals = thread_state.refusals
+    thread_state.refusals = 0
     return refusals
 
 
@@ -185,7 +183,7 @@ class RetryPolicy:
                     failures += 1
                     pause = policy.next_pause(error, failures, time.monotonic() - began)
                     if error.throttled:  # one that is raised is counted where it is caught
-                        _thread.refusals = getattr(_thread, "refusals", 0) + 1
+                        thread_state.refusals += 1
                 interruptible_pause(pause, stop)
         finally:
             thread_state.retry_end = outer_end

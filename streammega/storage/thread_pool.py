@@ -36,6 +36,8 @@ class _ThreadState(threading.local):
     """Set when the batch of this thread is cancelled."""
     retry_end = math.inf
     """When the retries of the outermost `RetryPolicy.call` end, by `time.monotonic`."""
+    refusals = 0
+    """See `retry.take_refusals`."""
 
 
 thread_state = _ThreadState()
