@@ -390,8 +390,8 @@ def prove(work: Path, entropy: float) -> bool:
     """Compare every global batch that training saw with an uninterrupted pass of the loader alone;
     plot the loss.
     """
-    from streammega.train.batch_hash import loader_hashes
     from streammega.train.config import load_run
+    from tests.support.run_hashes import loader_hashes
 
     say(6, "proof: an uninterrupted pass over the loader alone")
     config = load_run(str(work / "run.toml"))

@@ -23,16 +23,6 @@ def open_split(
     )
 
 
-def open_without_ranks(config: RunConfig) -> StreamLoader:
-    """A loader of all global batches of training for one rank, to compare those of a run with."""
-    data = data_of(config, "train")
-    if data.num_samples is None:  # a stream without an end
-        train, valid, test = config.num_samples()
-        train += sum(stop - start for start, stop in data.exclude_samples)
-        data = replace(data, num_samples=(train, valid, test))
-    return StreamLoader(data, split="train", dp_rank=0, dp_size=1, **batch_sizes(config, "train"))
-
-
 def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
     """Name -> the run with that set as its valid split. The sets are those of [validation], and with
     multiple_validation_sets each valid prefix of blend_per_split.

@@ -41,11 +41,10 @@ from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names
 from streammega.samples.source import dataset_of_samples
-from streammega.train.batch_hash import hash_over_ranks
 from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
-from streammega.train.config_check import check_ranks_agree, config_facts
+from streammega.train.config_check import check_ranks_agree, config_facts, hash_over_ranks
 from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate

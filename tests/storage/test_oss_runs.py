@@ -29,7 +29,6 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.errors import AccessDeniedError, ObjectChangedError
 from streammega.storage import open_store
-from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from streammega.train.trainer import Trainer
@@ -37,6 +36,7 @@ from tests.convert.test_convert import tokenizer as tokenizer
 from tests.storage.test_storage import put
 from tests.support.builders import write_random_pair, write_small_run
 from tests.support.oss_server import KEY, SECRET, Oss
+from tests.support.run_hashes import loader_hashes
 from tests.support.streams import (
     blend_of,
     check_that_faults_change_no_token,

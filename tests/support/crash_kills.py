@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from streammega import StorageConfig, StreamLoader
-from streammega.train.batch_hash import loader_hashes
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.program import run as train
 from streammega.train.run_log import METRICS, read_metrics
@@ -43,6 +42,7 @@ from tests.support.crash_scenes import (
     NodeCaches,
     Overwrite,
 )
+from tests.support.run_hashes import loader_hashes
 from tests.support.servers import S3, Objects
 
 PATIENCE = 120

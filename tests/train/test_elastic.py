@@ -19,7 +19,6 @@ import pytest
 
 from streammega.train import devices
 from streammega.train import program as train_program
-from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from tests.support import elastic, faulty_train
@@ -28,6 +27,7 @@ from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.gang import Gang
 from tests.support.processes import launch, python_environment
 from tests.support.rank_programs import train
+from tests.support.run_hashes import loader_hashes
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 LONGEST_JOB = 240.0

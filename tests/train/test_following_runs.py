@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from streammega.cli.main import app
 from streammega.dataset.append import append
 from streammega.samples.auto_append import recorded
-from streammega.train.batch_hash import loader_hashes
 from streammega.train.config import load_run
 from streammega.train.run_log import read_metrics
 from streammega.train.trainer import Trainer
 from tests.support.builders import put_dataset, write_run_file
+from tests.support.run_hashes import loader_hashes
 from tests.train.test_train import train_on
 
 

@@ -28,20 +28,21 @@ from streammega.errors import ConfigError, FormatError, GradientError, StateErro
 from streammega.gradients.buffers import local_part
 from streammega.gradients.grad_checks import LossScale
 from streammega.samples.open import open_source
-from streammega.train.batch_hash import global_batch_hash, loader_hashes, sample_digests
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
+from streammega.train.config_check import global_batch_hash, sample_digests
 from streammega.train.optimizer import LearningRate
 from streammega.train.program import _is_of_others
 from streammega.train.program import main as train_main
 from streammega.train.run_log import RunLog, read_metrics
-from streammega.train.splits import has_valid, open_without_ranks
+from streammega.train.splits import has_valid
 from streammega.train.stages import check_layout
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_small_run
 from tests.support.checkpoint_programs import checkpoint_records, position_of
 from tests.support.gang import Gang
 from tests.support.processes import launch
+from tests.support.run_hashes import loader_hashes, open_without_ranks
 from tests.support.servers import S3
 from tests.support.typed import first_prefix
 
