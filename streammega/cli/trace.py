@@ -21,7 +21,6 @@ from streammega.config import ORDERS
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega.config import DataConfig
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset.provenance import DocumentOrigin
     from streammega.loading.micro_steps import BalancedBatches
@@ -321,12 +320,6 @@ class TracedRunFile:
         )
 
 
-def look_only(data: DataConfig) -> DataConfig:
-    """A config that does not wait for minutes for an endpoint that fails."""
-    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
-    return replace(data, storage=quick(data.storage), storage_by_prefix=others)
-
-
 def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     """A split of a run, as its trainer reads it. Raises ConfigError where ranks do not divide the
     batches.
@@ -335,7 +328,10 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     from streammega.samples.provenance import Provenance
     from streammega.train.splits import batch_sizes, data_of
 
-    data = look_only(data_of(run, split))
+    data = data_of(run, split)
+    # It does not wait for minutes for an endpoint that fails.
+    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
+    data = replace(data, storage=quick(data.storage), storage_by_prefix=others)
     sizes = batch_sizes(run, split)
     train = run.train
     schedule = training_schedule(

@@ -240,7 +240,7 @@ class IndexedDatasetWriter:
 
         def read() -> Iterator[memoryview]:
             max_bytes = COPY_BYTES if end_to_end else -1  # else one sequence at a time
-            for first, last in _runs(sizes, max_bytes):
+            for first, last in runs_within(sizes, max_bytes):
                 start = int(other.sequence_offsets[first])
                 stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
                 (data,) = other.store.read(other.bin_key, [(start, stop)], etag)
@@ -460,10 +460,10 @@ def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:
     return np.frombuffer(values, dtype)
 
 
-def _runs(sizes: NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of sequences that are copied together: at most `max_bytes`, or one sequence.
+def runs_within(sizes: NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of what is copied together: at most `max_bytes`, or one.
 
-    With -1 it is one even where sequences are empty.
+    sizes: of sequences or documents. With -1 it is one even where some are empty.
     """
     ends = np.cumsum(sizes)
     first = 0

@@ -82,8 +82,14 @@ class RunLog:
             threading.Thread(target=self._run, name="streammega-run-log", daemon=True).start()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / METRICS
-        self._end_torn_line()
-        self._tensorboard = _open_tensorboard(self._folder) if tensorboard else None
+        written = self._path.read_bytes() if self._path.exists() else b""
+        if written and not written.endswith(b"\n"):
+            self._append("\n")  # a kill cut the last line short: the next record has its own
+        self._tensorboard: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"))
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished.
@@ -170,12 +176,6 @@ class RunLog:
         except (StorageError, OSError) as error:
             log.warning("metrics cannot be uploaded: %s", error)
 
-    def _end_torn_line(self) -> None:
-        """End the last line if a kill cut it short, so that the next record has a line of its own."""
-        written = self._path.read_bytes() if self._path.exists() else b""
-        if written and not written.endswith(b"\n"):
-            self._append("\n")
-
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full."""
         self._check_lock()
@@ -229,12 +229,6 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
                 if isinstance(number, float):
                     numbers[f"{name}/{set_name}"] = number
     return numbers
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"))
 
 
 def _short(value: float) -> str:

@@ -260,10 +260,12 @@ class Trainer:
                 self.step += 1
                 if stop_signal is not None and self.step < train.train_iters:
                     self._stop_here(record, stop_signal)
-                evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
+                is_last = self.step == train.train_iters
+                is_wanted = train.eval_iters > 0 and train.eval_interval > 0
+                evaluates = is_wanted and (is_last or self.step % train.eval_interval == 0)
                 if self._is_save_due(record):
                     self.save(
-                        background=train.async_save and self.step < train.train_iters,
+                        background=train.async_save and not is_last,
                         record=record if evaluates else None,
                     )
                 try:
@@ -409,12 +411,6 @@ class Trainer:
                 f"from the last checkpoint with a lower learning rate, or skip this step's samples"
             )
         return totals
-
-    def _is_due(self, interval: int) -> bool:
-        """Whether this step ends an interval, or is the last. 0: never."""
-        if interval == 0:
-            return False
-        return self.step % interval == 0 or self.step == self.config.train.train_iters
 
     def _is_save_due(self, record: dict[str, Any]) -> bool:
         """Whether the interval of saves has passed, or the run ends.

@@ -16,7 +16,7 @@ from streammega.convert.documents import concat_ranges, gather, offsets_of
 from streammega.convert.read.megatron import document_runs, sequence_spans
 from streammega.convert.write.document_order import DocumentOrder, Integers, Portion
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.writer import IndexedDatasetWriter
+from streammega.dataset.writer import IndexedDatasetWriter, runs_within
 from streammega.errors import ConvertError
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
 from streammega.storage.derived_stores import file_ranges
@@ -125,7 +125,7 @@ def copy_shuffled(
     """
     for portion in portions:
         held = load_documents(documents, portion, writer.dtype)
-        for low, high in _chunks_of(held.sizes):
+        for low, high in runs_within(held.sizes, CHUNK_BYTES):
             sizes = held.sizes[low:high]
             bounds = offsets_of(sizes)
             gathered = np.empty(int(bounds[-1]), np.uint8)
@@ -137,19 +137,6 @@ def copy_shuffled(
             writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
             yield len(gathered)
         del held  # before the next portion is in memory
-
-
-def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
-    """[low, high) of documents of at most CHUNK_BYTES together, at least one."""
-    ends = np.cumsum(sizes)
-    low = 0
-    bytes_before = 0
-    while low < len(sizes):
-        fits = int(np.searchsorted(ends, bytes_before + CHUNK_BYTES, "right"))
-        high = max(low + 1, fits)
-        yield low, high
-        bytes_before = int(ends[high - 1])
-        low = high
 
 
 @dataclass(frozen=True, kw_only=True)
