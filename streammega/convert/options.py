@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from streammega.config import MiB
 from streammega.config.validate import Flag, Ge, Le, Lt, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.dataset.names import Kind
-
-MiB = 1 << 20
 
 INPUTS = "What is read"
 TEXT = "How text becomes tokens"

@@ -30,6 +30,7 @@ from streammega.convert.read.compression import (
 from streammega.convert.read.fields import join_names
 from streammega.convert.read.source import (
     GLOB_CHARS,
+    READ_BYTES,
     LongLine,
     Source,
     read_lines,
@@ -40,7 +41,6 @@ from streammega.errors import ConfigError, ConvertError
 from streammega.errors.words import in_one_line
 from streammega.storage.open import escapes_folder
 
-READ_BYTES = 1 << 20
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Suffixes of members that are documents, unless a member is named."""
 MAX_HEADER_BYTES = 1 << 20

@@ -17,6 +17,7 @@ from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of, format_suffix
 from streammega.convert.read.source import (
+    READ_BYTES,
     Input,
     LongLine,
     Slice,
@@ -34,7 +35,6 @@ JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
 JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 HEAD_BYTES = 64 << 10
 """Beginning of a JSON file, which shows whether it holds lines."""
-READ_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 OPENINGS = (b"[", b"{", b"[{")
 """First lines of JSON that is not JSON lines."""

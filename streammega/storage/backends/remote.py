@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from streammega.config import StorageConfig
+from streammega.config import MiB, StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
 from streammega.storage.answers import shares_answers
 from streammega.storage.fork_lock import process_lock
@@ -37,7 +37,6 @@ PARTS_OF_A_SIZE = 2000
 
 So an object may have 1.9 TiB, while most uploads hold little in memory.
 """
-MiB = 1 << 20
 MAX_TIMES_LISTED = 4
 """Times that no sound listing has an entry."""
 
