@@ -3,15 +3,15 @@
 One step, from its start to its line in the log:
 
     program           reads the run's file (config/), starts the ranks (devices), makes a Trainer
-    trainer           Trainer.run: step after step; Trainer.train_step: one of them
+    trainer           Trainer.run: step after step; Trainer.train_step: one of them;
+                      Trainer.evaluate_all: the valid split, and validation sets
     parallel_model    forward and backward of its micro-batches, sums of gradients, their norm
     inputs, losses    what a stage is given of a micro-batch; the loss, and the sums over ranks
     optimizer         AdamW, and the learning rate of the step
     checkpoints/      saves in the background, and resumes
-    evaluation        the valid split, and validation sets
     run_log           metrics.jsonl, TensorBoard, the line in the log
 
-The model: `model`, `attention`; cut into `stages`, in a `pipeline`, divided by `sharding`. What fails:
-`watchdog` and `signals` end all ranks with one cause, `parallel.rank_sync` gives all ranks one error, and
-`config_check` compares them at the start.
+The model: `model`, `attention`; cut into `stages`, divided by `sharding`. What fails: `watchdog` and `signals`
+end all ranks with one cause, `parallel.rank_sync` gives all ranks one error, and `config_check` compares
+them at the start, and the global batches of runs.
 """
