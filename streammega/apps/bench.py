@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, StreammegaError
 
@@ -73,8 +73,6 @@ def bench(
     Reads as rank 0 of a run: at full speed, then at the rate that the run needs. Exit status 1 if
     the loader does not reach that rate. Ctrl-C prints what was measured so far.
     """
-    from streammega.cli.progress import ProgressDisplay
-
     options = {
         "--sequence-length": sequence_length,
         "--micro-batch-size": micro_batch_size,
@@ -105,7 +103,7 @@ def bench(
         setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu, has_default_sizes)
     report: Report = {}
     code = 0
-    with ProgressDisplay("starting", line_every=2.0) as progress:
+    with show_progress("starting", line_every=2.0) as progress:
         try:
             for figures in measure(setup, seconds, progress):
                 report |= figures

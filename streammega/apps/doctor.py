@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.render import Report, as_text, show_report
 from streammega.errors import ConfigError
 
@@ -39,7 +39,6 @@ def doctor(
     Prints faults first, then what would help most. Exit status 1 if there is a fault.
     """
     from streammega.apps.checks import Examination
-    from streammega.cli.progress import ProgressDisplay
 
     if url.endswith(".toml"):
         raise ConfigError(
@@ -49,7 +48,7 @@ def doctor(
     log = logging.getLogger("streammega")
     if log.level == logging.WARNING:
         log.setLevel(logging.ERROR)  # the findings say the same
-    with ProgressDisplay("checking", line_every=5.0) as progress:
+    with show_progress("checking", line_every=5.0) as progress:
         examination = Examination(url, settings, may_write=write, seconds=seconds)
         examination.run(progress.begin)
     report = examination.report()

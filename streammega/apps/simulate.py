@@ -24,6 +24,7 @@ from streammega.cli.options import (
     StorageFile,
     StorageOption,
     settings_from,
+    show_progress,
     storage_config,
     with_flags,
 )
@@ -167,8 +168,6 @@ def simulate(
 
     No data and no cluster are needed. Some ranks are simulated by the code that reads.
     """
-    from streammega.cli.progress import ProgressDisplay
-
     flags = {name: value for name, value in settings.items() if _is_given(context, name)}
     values: dict[str, Any] = settings_from(Simulation, flags)
     words: Any = blend
@@ -177,7 +176,7 @@ def simulate(
         words = table.pop("blend")
         values = table | values
     simulation = Simulation(**values)
-    with ProgressDisplay("reading manifests") as progress:
+    with show_progress("reading manifests") as progress:
         datasets = _read_blend(words, storage_config(storage, storage_file, looks_only=True))
         report = forecast(datasets, simulation, progress)
     show_report(report, as_json=as_json, html=html, title="streammega simulate")

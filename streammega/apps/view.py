@@ -23,6 +23,7 @@ from streammega.cli.options import (
     Overrides,
     StorageFile,
     StorageOption,
+    show_progress,
     storage_config,
 )
 from streammega.errors import ConfigError, StreammegaError
@@ -70,7 +71,6 @@ def view(
     import_extra("flask", "view", "view needs Flask")
     from streammega.apps.view_data import Dataset, Run
     from streammega.apps.view_pages import Pages
-    from streammega.cli.progress import ProgressDisplay
 
     is_run = where.endswith(RUN)
     for name, value in (("--storage", storage), ("--storage-file", storage_file)):
@@ -78,7 +78,7 @@ def view(
             raise ConfigError(f"{name}: is for datasets, and {where} is a run's file; leave it out")
     if overrides and not is_run:
         raise ConfigError(f"{overrides[0]}: settings are for a run's file ({RUN}); leave it out")
-    with ProgressDisplay("opening"):
+    with show_progress("opening"):
         if is_run:
             pages = Pages(Run(where, overrides or [], tokenizer))
         else:

@@ -18,6 +18,7 @@ from streammega.cli.options import (
     StorageFile,
     StorageOption,
     settings_from,
+    show_progress,
     storage_config,
     with_flags,
 )
@@ -97,7 +98,6 @@ def convert(
 
     After an interruption the same command goes on where it stopped.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.convert import convert as convert_all
     from streammega.convert import convert_task, merge_tasks
     from streammega.convert.dry_run import plan_conversion
@@ -134,7 +134,7 @@ def convert(
         run = partial(convert_task, task=share)
     elif command.task is not None:
         run = merge_tasks
-    with ProgressDisplay("preparing") as progress:
+    with show_progress("preparing") as progress:
         done = run(inputs, output, progress=progress, **conversion)
     if command.dry_run:
         show_report(
@@ -153,7 +153,7 @@ def convert(
         show_report(done.summary())
     if command.append_to is not None:
         made = [split_name(output)[0]]
-        with ProgressDisplay("reading manifests") as progress:
+        with show_progress("reading manifests") as progress:
             version = append(command.append_to, made, output_storage, progress=progress)
         report["appended_to"] = version_report(command.append_to, version)
         if not as_json:
@@ -178,7 +178,6 @@ def list_inputs(
     **settings: Any,
 ) -> None:
     """List the files that convert would read, with their formats, and those it would leave out."""
-    from streammega.cli.progress import ProgressDisplay
     from streammega.convert.read.inputs import describe_inputs, find_inputs
     from streammega.convert.read.selection import SkippedFiles
     from streammega.convert.read.stdin import is_pipe
@@ -189,7 +188,7 @@ def list_inputs(
     options = ConvertOptions(**settings_from(ConvertOptions, settings))
     skipped = SkippedFiles()
     config = storage_config(storage, storage_file, looks_only=True)
-    with ProgressDisplay("looking for files"):
+    with show_progress("looking for files"):
         rows = describe_inputs(find_inputs(inputs, config, options, skipped))
     if as_json:
         values = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
@@ -71,7 +71,6 @@ def verify(
 
     Exit status 1 if something is wrong.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import VerifyReport, shards_of
     from streammega.dataset.verify import verify as run
@@ -82,17 +81,17 @@ def verify(
     repaired: list[str] = []
     if not repair:  # find the dataset at once, or say so: the check itself waits for minutes
         quick_look = storage_config(storage, storage_file, looks_only=True)
-        with ProgressDisplay("looking for shards"):
+        with show_progress("looking for shards"):
             shards_of(name, quick_look, VerifyReport(name=name))
     else:
-        with ProgressDisplay("repairing") as progress:
+        with show_progress("repairing") as progress:
             repaired = repair_index(
                 name, settings, eod_id=eod_id, dtype=dtype, force=force, progress=progress
             )
         if not as_json:  # at once: the check may fail, or be stopped
             for shard in repaired:
                 typer.echo(f"repaired: {shard}")
-    with ProgressDisplay("looking for shards") as progress:
+    with show_progress("looking for shards") as progress:
         checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
     state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
     report = {"repaired": repaired, **asdict(checked)} if as_json else asdict(checked)
@@ -115,12 +114,11 @@ def gc(
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
     is not part of a dataset yet.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.convert.work_dir import is_locked
     from streammega.convert.write.gc import find_leftovers, remove_leftovers
 
     settings = storage_config(storage, storage_file, looks_only=True)
-    with ProgressDisplay("looking for leftovers") as progress:
+    with show_progress("looking for leftovers") as progress:
         leftovers = find_leftovers(prefix, settings)
         if remove and leftovers:
             if is_locked(prefix):
@@ -157,10 +155,9 @@ def append(
     Any number of producers may append at once. A shard is added only once, so a killed command can
     be repeated. A run keeps reading the version that it names (PREFIX@NUMBER).
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.append import append as run
 
-    with ProgressDisplay("reading manifests") as progress:
+    with show_progress("reading manifests") as progress:
         version = run(
             prefix,
             names,
@@ -196,7 +193,6 @@ def versions(
 
     Exit status 1 if the manifest of a version cannot be read.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset.versions import DamagedVersion, unlisted_datasets
     from streammega.dataset.versions import versions as run
 
@@ -205,7 +201,7 @@ def versions(
     rows = []
     problems = []
     others: list[str] = []
-    with ProgressDisplay("reading versions", unit=" versions") as progress:
+    with show_progress("reading versions", unit=" versions") as progress:
         for version in run(prefix, settings, max_count=MAX_VERSIONS):
             if isinstance(version, DamagedVersion):
                 problems.append(f"{name}@{version.number} cannot be read: {version.why}")
@@ -230,10 +226,9 @@ CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir name
 
 def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
     """List cached objects, the most recently used first."""
-    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
-    with ProgressDisplay("reading the cache"):
+    with show_progress("reading the cache"):
         entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
     objects = []
     for entry in entries:
@@ -255,13 +250,12 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
 
     Exit status 1 if one differs (readers fetch such pages again).
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
     chunks = _cache_folder(folder)
     pages = 0
     damaged = []
-    with ProgressDisplay("reading the cache") as progress:
+    with show_progress("reading the cache") as progress:
         entries = page_cache.entries(chunks)
         progress.begin("verifying", sum(entry.cached_bytes for entry in entries))
         for entry in entries:
@@ -283,11 +277,10 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
 
 def cache_clear(folder: CacheFolder, as_json: AsJson = False) -> None:
     """Remove all cached objects that were not used within the last ten minutes."""
-    from streammega.cli.progress import ProgressDisplay
     from streammega.storage import cache as page_cache
 
     chunks = _cache_folder(folder)
-    with ProgressDisplay("removing") as progress:
+    with show_progress("removing") as progress:
         removed, kept = page_cache.clear(chunks, progress)
     summary = (
         f"{pluralize(removed, 'object')} removed, {kept:,} in use and kept (used within the last ten "
@@ -332,14 +325,13 @@ def cat(
     Fetches only the .idx and these documents. With several documents, a line with its number comes
     before each.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset import IndexedDataset
 
     ranges = [parse_documents(text) for text in documents]
     settings = storage_config(storage, storage_file, looks_only=True)
     several = len(ranges) > 1 or any(first < last for _, first, last in ranges)
     for name, first, last in ranges:
-        with ProgressDisplay("opening"):
+        with show_progress("opening"):
             indexed = IndexedDataset(name, settings)
         shown = redact_urls(name)
         count = len(indexed.document_indices) - 1

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.plotting import check_plot_name, draw_lengths
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
@@ -87,12 +87,11 @@ def describe(
 
 
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
-    from streammega.cli.progress import ProgressDisplay
     from streammega.cli.trace import check_step, open_run, phases_report
     from streammega.train.config import load_run
 
     settings = load_run(path)
-    with ProgressDisplay("opening") as progress:
+    with show_progress("opening") as progress:
         run = open_run(settings, "train", None)
         check_step(run, "--last-step", last_step)
         progress.begin("counting")
@@ -109,7 +108,6 @@ def _describe_dataset(
     *,
     as_json: bool,
 ) -> None:
-    from streammega.cli.progress import ProgressDisplay
     from streammega.dataset import IndexedDataset
     from streammega.dataset.names import MANIFEST
 
@@ -118,7 +116,7 @@ def _describe_dataset(
     # a signed URL is of one file
     if not (prefix.startswith("http") and "?" in prefix):
         try:
-            with ProgressDisplay("opening"):
+            with show_progress("opening"):
                 indexed = IndexedDataset(prefix, settings)
         except (ObjectNotFoundError, FormatError) as error:
             may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
@@ -127,7 +125,7 @@ def _describe_dataset(
             no_dataset = error
     if indexed is None:
         try:
-            with ProgressDisplay("looking for files"):
+            with show_progress("looking for files"):
                 report = input_report(prefix, settings)
         except ObjectNotFoundError as error:
             raise (no_dataset or error) from None
@@ -140,7 +138,7 @@ def _describe_dataset(
         return
     if plot:
         check_plot_name(plot)
-    with ProgressDisplay("counting"):
+    with show_progress("counting"):
         report = dataset_report(indexed, tokens, tokenizer)
     show_report(report, as_json=as_json)
     if plot:

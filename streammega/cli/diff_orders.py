@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streammega.cli.options import AsJson, Html, Split
+from streammega.cli.options import AsJson, Html, Split, show_progress
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError
 
@@ -34,14 +34,13 @@ def diff_orders(
 
     Reads no tokens. Exit status 1 if a sample differs.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.cli.trace import open_run
     from streammega.train.config import load_run
 
     if samples is not None and samples < 1:
         raise ConfigError(f"--samples {samples}: nothing is compared; give at least 1")
     runs = [load_run(config), load_run(other)]
-    with ProgressDisplay("opening") as progress:
+    with show_progress("opening") as progress:
         one, two = (open_run(run, split, None) for run in runs)
         differences = differences_report(one, two, samples, progress)
     report = {"runs": [config, other], **differences}

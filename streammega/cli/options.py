@@ -6,13 +6,16 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streammega.config import StorageConfig, load_storage
 from streammega.config.validate import FieldType, field_docs, field_types, flag_name
 from streammega.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streammega.cli.progress import ProgressDisplay
 
 StorageOption = Annotated[
     list[str] | None,
@@ -90,6 +93,15 @@ def storage_config(
     # a setting of StorageConfig itself, not of its transport
     transport = options.pop("transport", config.transport)
     return replace(config, storage_options=options, transport=transport)
+
+
+def show_progress(stage: str, *arguments: Any, **options: Any) -> ProgressDisplay:
+    """A `ProgressDisplay`, for a `with` block. Its module, which loads storage, is imported only here:
+    the help needs none of it.
+    """
+    from streammega.cli.progress import ProgressDisplay
+
+    return ProgressDisplay(stage, *arguments, **options)
 
 
 def quick(config: StorageConfig) -> StorageConfig:

@@ -13,7 +13,7 @@ import typer
 from numpy.typing import NDArray
 
 from streammega.cli.describe import RUN
-from streammega.cli.options import AsJson, StorageFile, StorageOption, storage_config
+from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.render import Report, show_report
 from streammega.config import MAX_SAMPLES, ORDERS, DataConfig
 from streammega.errors import ConfigError
@@ -73,15 +73,13 @@ def order_report(
 
     For a run's file it measures each phase. It reads no tokens.
     """
-    from streammega.cli.progress import ProgressDisplay
-
     notes = []
     if blend[0].endswith(RUN):
         _check_of_a_blend(context, blend[0])
         from streammega.cli.trace import open_run
         from streammega.train.config import load_run
 
-        with ProgressDisplay("opening") as progress:
+        with show_progress("opening") as progress:
             run = open_run(load_run(blend[0], blend[1:]), "train", None)
             source = run.provenance.source
             phases = measure_phases(source, run.schedule, ranks, steps, run.end, progress)
@@ -113,7 +111,7 @@ def order_report(
             num_samples=(steps * global_batch_size, 0, 0),
             storage=storage_config(storage, storage_file, looks_only=True),
         )
-        with ProgressDisplay("opening") as progress:
+        with show_progress("opening") as progress:
             phases = [measure_order(config, "train", global_batch_size, ranks, steps, progress)]
     values = [measured.report for measured in phases]
     show_report({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)

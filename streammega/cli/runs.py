@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from streammega.cli.options import AsJson, Overrides, RunFile
+from streammega.cli.options import AsJson, Overrides, RunFile, show_progress
 from streammega.cli.render import show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
@@ -45,7 +45,6 @@ def prepare(
     """
     from dataclasses import replace
 
-    from streammega.cli.progress import ProgressDisplay
     from streammega.samples.open import build_indices, datasets_with_indices
     from streammega.train.config import load_run
 
@@ -54,7 +53,7 @@ def prepare(
     if not data.num_samples:
         data = replace(data, num_samples=settings.num_samples())
     rows = []
-    with ProgressDisplay("preparing") as progress:
+    with show_progress("preparing") as progress:
         datasets = datasets_with_indices(data)
         progress.begin("building indices", len(datasets), unit=" datasets")
         for done in build_indices(datasets):
@@ -90,13 +89,12 @@ def warmup(as_json: AsJson = False) -> None:
     The cache is the folder that NUMBA_CACHE_DIR names, else the package's, or the user's cache
     folder if the package's cannot be written.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.kernels.jit import KERNELS
 
     began = time.monotonic()
     with (
         TemporaryDirectory(prefix="streammega-warmup-") as folder,
-        ProgressDisplay("compiling kernels", len(KINDS) + 1, " corpora") as progress,
+        show_progress("compiling kernels", len(KINDS) + 1, " corpora") as progress,
     ):
         for dataset in _convert(Path(folder)):
             _load(dataset)

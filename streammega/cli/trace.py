@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quick
+from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quick, show_progress
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
@@ -103,7 +103,6 @@ def trace(
     The order is computed, so no log of the run is needed. Only .idx files are read, and with
     --tokenizer also tokens.
     """
-    from streammega.cli.progress import ProgressDisplay
     from streammega.train.config import load_run
 
     _check_asked(step, sample, find, excluded, tokens)
@@ -111,7 +110,7 @@ def trace(
     _check_belongs("--last-step", last_step, "--find or --excluded", find or excluded or None)
     settings = _chosen_run(load_run(config, overrides or []), validation)
     model = _load(tokenizer)
-    with ProgressDisplay("opening") as progress:
+    with show_progress("opening") as progress:
         run = open_run(settings, "valid" if validation else split, ranks)
         for name, number in (("--step", step), ("--last-step", last_step)):
             check_step(run, name, number)
