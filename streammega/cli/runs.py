@@ -16,6 +16,7 @@ from streammega.cli.options import AsJson, Overrides, RunFile, show_progress
 from streammega.cli.render import show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
+from streammega.errors.process import set_log_level
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 
@@ -91,6 +92,8 @@ def warmup(as_json: AsJson = False) -> None:
     """
     from streammega.kernels.jit import KERNELS
 
+    # Warnings are of folders that are removed, and say to call this command.
+    set_log_level("ERROR")
     began = time.monotonic()
     with (
         TemporaryDirectory(prefix="streammega-warmup-") as folder,

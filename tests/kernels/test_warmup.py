@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 
 import streammega
 from streammega.cli.main import main
+from streammega.convert.conversion import Conversion
 from streammega.errors.process import LLVM_MODULE, keep_interrupts
 from tests.support.builders import write_dataset, write_jsonl
 from tests.support.servers import S3
@@ -172,6 +175,30 @@ def test_caches_of_the_functions_of_others_stay_where_numba_puts_them(tmp_path: 
     assert chosen == ""
 
 
+@pytest.fixture
+def _log_level() -> Iterator[None]:
+    """Other tests of this process get warnings again."""
+    log = logging.getLogger("streammega")
+    level = log.level
+    yield
+    log.setLevel(level)
+
+
+@pytest.mark.usefixtures("_log_level")
+def test_a_warmup_that_is_interrupted_speaks_of_no_folder_to_resume_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder is removed."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Conversion, "publish", interrupted)
+    assert main(["warmup"]) == 130
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("_log_level")
 @pytest.mark.parametrize("cache", ["usual", pytest.param("empty", marks=pytest.mark.soak)])
 def test_after_a_warmup_conversions_and_first_batches_compile_nothing(
     cache: str, tmp_path: Path, moto: S3
