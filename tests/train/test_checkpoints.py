@@ -1154,6 +1154,18 @@ def test_a_damaged_record_that_was_set_aside_does_not_end_a_rewind(moto: S3) -> 
     assert place.exists("step-00000004.rewound.json")
 
 
+def test_the_last_that_was_set_aside_stays_where_a_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = CheckpointStore.open(str(tmp_path), StorageConfig())
+    for step, now in ((6, 2e9), (4, 1e9), (8, 0.0)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        publish_values(place, step)
+        place.set_aside(step, "rewound")
+    place.prune_set_aside(2)
+    assert names(tmp_path / "checkpoints") == ["step-00000004.rewound", "step-00000008.rewound"]
+
+
 def test_a_step_of_nine_digits_is_found_and_removed(moto: S3) -> None:
     place = place_in_bucket(moto)
     for step in (99_999_999, 100_000_000):

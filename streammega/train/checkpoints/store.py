@@ -177,7 +177,8 @@ class CheckpointStore:
         except DamagedError:
             # every folder that was written for the step
             record = {"version": 2, "step": step, "files": f"{name}-"}
-        record["set_aside"] = time.time()
+        # No time of day: a clock may be set back.
+        record["set_aside"] = 1 + max(self._set_aside_order().values(), default=0)
         # In this order: if it is killed between the two, the checkpoint is there under both names.
         self._put_record(new_name, record)
         self._store.delete(self._files.key(f"{name}.json"))
@@ -185,15 +186,8 @@ class CheckpointStore:
 
     def prune_set_aside(self, keep: int) -> None:
         """Remove checkpoints that were set aside, except the last `keep`."""
-        time_of: dict[str, float] = {}
-        for name in self._record_names():
-            if _SET_ASIDE.fullmatch(name):
-                try:
-                    set_aside = self._read_record(name).get("set_aside")
-                except DamagedError:
-                    set_aside = None
-                time_of[name] = set_aside if isinstance(set_aside, float) else 0.0
-        for name in sorted(time_of, key=time_of.__getitem__)[:-keep]:
+        number_of = self._set_aside_order()
+        for name in sorted(number_of, key=number_of.__getitem__)[:-keep]:
             self._remove(name)
 
     def touch(self, name: str) -> None:
@@ -214,6 +208,18 @@ class CheckpointStore:
 
     def _record_url(self, name: str) -> str:
         return self._files.url(f"{name}.json")
+
+    def _set_aside_order(self) -> dict[str, int]:
+        """Records that were set aside, with numbers that rise; 0 of a damaged one."""
+        number_of: dict[str, int] = {}
+        for name in self._record_names():
+            if _SET_ASIDE.fullmatch(name):
+                try:
+                    number = self._read_record(name).get("set_aside")
+                except DamagedError:
+                    number = None
+                number_of[name] = number if isinstance(number, int) else 0
+        return number_of
 
     def _record_names(self) -> list[str]:
         """The names of all records, without their suffix."""
