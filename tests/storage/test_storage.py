@@ -959,6 +959,23 @@ def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
     assert made["region"] == "cn-hangzhou"
 
 
+def test_config_kwargs_that_obstore_does_not_follow_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {
+        "key": KEY,
+        "secret": SECRET,
+        "config_kwargs": {
+            "signature_version": "s3v4",
+            "s3": {"addressing_style": "path", "use_accelerate_endpoint": True},
+        },
+    }
+    for bucket in ("web", "books"):
+        s3_arguments(bucket, StorageConfig(storage_options=options))
+    (message,) = caplog.messages
+    assert "hold s3.use_accelerate_endpoint, signature_version, which the obstore" in message
+
+
 def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with http_server({"/key": b"abc"}) as server:  # as a proxy, which stands in for DNS
         monkeypatch.setenv("http_proxy", server.url)

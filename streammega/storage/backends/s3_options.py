@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,7 +18,9 @@ from streammega.errors import AccessDeniedError, ConfigError
 from streammega.errors.redaction import redact_answer
 from streammega.storage.backends.remote import CONNECT_TIMEOUT
 from streammega.storage.http_errors import no_renewal
+from streammega.storage.warn_once import warn_once
 
+log = logging.getLogger(__name__)
 CREDENTIALS_LAST = timedelta(minutes=10)
 """The expiry that obstore is given. It asks again five minutes before: they may have been renewed."""
 S3_OPTIONS = frozenset(
@@ -69,8 +72,18 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
             f"transport='fsspec' to hand it to s3fs"
         )
     client_kwargs = dict(options.get("client_kwargs") or {})
-    config_kwargs = options.get("config_kwargs") or {}
-    style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
+    config_kwargs = dict(options.get("config_kwargs") or {})
+    of_s3 = dict(config_kwargs.pop("s3", None) or {})
+    style = of_s3.pop("addressing_style", "auto")
+    if (
+        config_kwargs or of_s3
+    ):  # no error: s3fs may follow them, where obstore cannot serve a bucket
+        names = ", ".join(sorted([*config_kwargs, *(f"s3.{name}" for name in of_s3)]))
+        text = (
+            "config_kwargs of storage_options hold %s, which the obstore transport does not follow; "
+            "leave it out, or set transport='fsspec'"
+        )
+        warn_once(log, names, text, names)
     settings = _late_session(options, with_handlers=False)
     endpoint = s3_endpoint(bucket, options, settings)
     store: dict[str, Any] = {"region": s3_region(options, endpoint, settings)}
