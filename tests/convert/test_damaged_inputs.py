@@ -471,6 +471,10 @@ def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound
 NOT_UTF8 = pa.array([b"bad \xff"]).cast(pa.string(), safe=False)
 BAD_VALUES: dict[str, tuple[pa.Array, str]] = {
     "text": (NOT_UTF8, r":18: is not UTF-8 text \(byte 4\)"),
+    "shared text": (
+        pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), NOT_UTF8),
+        r":18: is not UTF-8 text \(byte 4\)",
+    ),
     "id": (pa.array([10**17], pa.timestamp("ms")), ":18: has a value that Python cannot hold"),
     "messages": (
         pa.ListArray.from_arrays(
@@ -729,6 +733,48 @@ def test_a_bad_item_costs_itself_alone(form: str, tmp_path: Path) -> None:
     assert "shard#1: is not UTF-8 text (byte 0)" in report.messages[0]
     with pytest.raises(ConvertError, match="shard#1: is not UTF-8"):
         convert_to(tmp_path, tmp_path / "in", on_error="stop")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("form", ["mds", "litdata"])
+def test_a_cut_shard_costs_what_was_cut_off(
+    form: str, compression: str | None, tmp_path: Path
+) -> None:
+    texts = [f"text {number}" for number in range(10)]
+    items = [mds_item(text.encode()) for text in texts]
+    bounds = 4 * (2 + len(items)) + np.cumsum([0, *map(len, items)])
+    whole = np.array([len(items), *bounds], "<u4").tobytes() + b"".join(items)
+    cut = whole[: bounds[4] + 3]
+    if compression:
+        whole = zstandard.compress(whole)
+        packer = zstandard.ZstdCompressor().compressobj()
+        cut = packer.compress(cut) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shards = {"a": whole, "b": cut, "c": b"\1", "d": whole}
+    for name, data in shards.items():
+        (folder / name).write_bytes(data)
+    shard = {
+        "format": "mds",
+        "compression": compression,
+        "column_names": ["text"],
+        "column_encodings": ["str"],
+        "column_sizes": [None],
+    }
+    index = {
+        "mds": {"shards": [shard | {"raw_data": {"basename": name}} for name in shards]},
+        "litdata": {
+            "config": {"data_format": ["str"], "compression": compression},
+            "chunks": [{"filename": name} for name in shards],
+        },
+    }
+    (folder / "index.json").write_text(json.dumps(index[form]))
+    report = convert_to(tmp_path, folder)
+    assert made(tmp_path) == [*texts, *texts[:4], *texts]
+    assert report.dropped["broken record"] == 6
+    assert any("b#4: is cut short or damaged" in message for message in report.messages)
+    with pytest.raises(ConvertError, match=r"/b(#4: is|: cannot be read .*it is) cut short"):
+        convert_to(tmp_path, folder, on_error="stop")
 
 
 @pytest.mark.parametrize(

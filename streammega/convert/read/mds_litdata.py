@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,23 +53,33 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
     index: Any = parse_json(_read(source, "index.json")[1])
     for shard in index["shards"]:
-        if shard.get("format") != "mds":
-            raise ConvertError(
-                f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
-                f"shards: name the files)"
-            )
-        stored = shard.get("zip_data") or shard["raw_data"]
-        path, data = _read(source, stored["basename"])
-        compression, _, _level = (shard.get("compression") or "none").partition(":")
-        if compression != "none":
-            data = _decompress_mds(data, compression, path, source.options)
-        names = shard["column_names"]
-        decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
-        if len(set(names)) < len(names):
-            raise ConvertError(f"{path}: has two columns of one name; write it again")
+        yield from _or_fault(_read_mds_shard(shard, source), source)
 
-        decode = partial(_mds_sample, names=names, decoders=decoders, sizes=shard["column_sizes"])
-        yield from _documents(_cut(data, path, shard.get("samples")), path, decode, source)
+
+def _read_mds_shard(shard: dict[str, Any], source: Source) -> Iterator[RawDocument | Tokens]:
+    if shard.get("format") != "mds":
+        raise ConvertError(
+            f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
+            f"shards: name the files)"
+        )
+    stored = shard.get("zip_data") or shard["raw_data"]
+    path, data = _read(source, stored["basename"])
+    compression, _, _level = (shard.get("compression") or "none").partition(":")
+    if compression != "none":
+        suffix = SUFFIX_OF_MDS.get(compression)
+        if suffix is None:
+            raise ConvertError(
+                f"{path}: is compressed by {compression!r}, which is not read; decompress the "
+                f"shards first"
+            )
+        data = _decompress(data, suffix, path, source)
+    names = shard["column_names"]
+    decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
+    if len(set(names)) < len(names):
+        raise ConvertError(f"{path}: has two columns of one name; write it again")
+
+    decode = partial(_mds_sample, names=names, decoders=decoders, sizes=shard["column_sizes"])
+    yield from _documents(data, path, shard.get("samples"), decode, source)
 
 
 def _mds_sample(
@@ -106,12 +117,14 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
         return dict(zip(names, values, strict=True)) if names else values[0]
 
-    for chunk in index["chunks"]:
+    def read_chunk(chunk: dict[str, Any]) -> Iterator[RawDocument | Tokens]:
         path, data = _read(source, chunk["filename"])
         if compression:
-            data = _decompress(data, ".zst", path, source.options)
+            data = _decompress(data, ".zst", path, source)
+        yield from _documents(data, path, chunk.get("chunk_size"), value_of, source)
 
-        yield from _documents(_cut(data, path, chunk.get("chunk_size")), path, value_of, source)
+    for chunk in index["chunks"]:
+        yield from _or_fault(read_chunk(chunk), source)
 
 
 def keep_folder(
@@ -121,16 +134,51 @@ def keep_folder(
     yield Slice(input=item)
 
 
-def _documents(
-    items: Iterable[bytes], path: str, decode: Callable[[bytes, str], Any], source: Source
+def _or_fault(
+    documents: Iterator[RawDocument | Tokens], source: Source
 ) -> Iterator[RawDocument | Tokens]:
-    """The documents of a shard. decode: makes a value of an item, with its place for errors. An item
-    that is damaged is a fault alone.
+    """The documents of a shard. Damage to it is a fault of the shard, not of its folder."""
+    try:
+        yield from documents
+    except ConvertError as error:
+        source.fault("unreadable file", str(error))
+
+
+def _documents(
+    data: bytes,
+    path: str,
+    expected: int | None,
+    decode: Callable[[bytes, str], Any],
+    source: Source,
+) -> Iterator[RawDocument | Tokens]:
+    """The documents of a shard: a count, then count + 1 byte offsets, all uint32, and the items.
+
+    expected: how many there are by the index. decode: makes a value of an item, with its place for
+    errors. An item that is damaged is a fault alone; items that are cut off are faults too. Raises
+    ConvertError, before the first item, where the header is cut, or the index has another count.
     """
-    for number, item in enumerate(items):
+    count = int.from_bytes(data[:WORD_BYTES], "little")
+    header_bytes = WORD_BYTES * (1 + count + 1)
+    if len(data) < header_bytes:
+        raise ConvertError(
+            f"{path}: is cut short: its header speaks of {count} items; copy it again"
+        )
+    if expected is not None and count != expected:
+        raise ConvertError(
+            f"{path}: has {count} items, and {expected} by its index.json; copy both again"
+        )
+    bounds = np.frombuffer(data, "<u4", count + 1, WORD_BYTES).tolist()
+    for number, (start, stop) in enumerate(pairwise(bounds)):
         where = f"{path}#{number}"
+        if not start <= stop <= len(data):
+            message = (
+                f"{where}: is cut short or damaged: it should be bytes [{start}, {stop}) of "
+                f"{len(data)}; copy the shard again"
+            )
+            source.fault("broken record", message, count - number)
+            return
         try:
-            document = _document(decode(item, where), where, source.options)
+            document = _document(decode(data[start:stop], where), where, source.options)
         except ConvertError as error:
             source.fault("broken record", str(error))
         except UnicodeDecodeError as error:
@@ -189,60 +237,24 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
         return path, bytes(file.read())
 
 
-def _cut(data: bytes, path: str, expected: int | None) -> Iterator[bytes]:
-    """The items of a shard: a count, then count + 1 byte offsets, all uint32, and the items.
-
-    expected: how many there are by the index. Raises ConvertError, before the first item, where there
-    are others, or offsets that are not within the shard.
-    """
-    count = int.from_bytes(data[:WORD_BYTES], "little")
-    if expected is not None and count != expected:
-        raise ConvertError(
-            f"{path}: has {count} items, and {expected} by its index.json; copy both again"
-        )
-    header_bytes = WORD_BYTES * (1 + count + 1)
-    if len(data) < header_bytes:
-        raise ConvertError(
-            f"{path}: is cut short: its header speaks of {count} items; copy it again"
-        )
-    # wider than stored: differences of unsigned numbers would never be negative
-    bounds = np.frombuffer(data, "<u4", count + 1, WORD_BYTES).astype(np.int64)
-    if (np.diff(bounds) < 0).any() or bounds[-1] > len(data):
-        raise ConvertError(
-            f"{path}: is cut short or damaged: its items end at byte {bounds[-1]} of {len(data)}; "
-            f"copy it again"
-        )
-    start = int(bounds[0])
-    for stop in bounds[1:].tolist():
-        yield data[start:stop]
-        start = stop
-
-
-def _decompress_mds(data: bytes, compression: str, path: str, options: ConvertOptions) -> bytes:
-    suffix = SUFFIX_OF_MDS.get(compression)
-    if suffix is None:
-        raise ConvertError(
-            f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
-            f"first"
-        )
-    return _decompress(data, suffix, path, options)
-
-
-def _decompress(data: bytes, suffix: str, path: str, options: ConvertOptions) -> bytes:
-    """All of a shard. Raises ConvertError for one that becomes larger than MAX_SHARD_BYTES and than a
-    record may be.
+def _decompress(data: bytes, suffix: str, path: str, source: Source) -> bytes:
+    """A shard, up to where it is damaged, which is a fault. Raises ConvertError for one that becomes
+    larger than MAX_SHARD_BYTES and than a record may be.
     """
     pieces = []
     size = 0
-    max_bytes = max(options.max_record_bytes, MAX_SHARD_BYTES)
-    for piece in decompress(io.BytesIO(data), suffix):
-        pieces.append(piece)
-        size += len(piece)
-        if size > max_bytes:
-            raise ConvertError(
-                f"{path}: its {len(data):,} bytes become more than {max_bytes:,}; raise "
-                f"max_record_bytes (--max-record-bytes) if there is memory"
-            )
+    max_bytes = max(source.options.max_record_bytes, MAX_SHARD_BYTES)
+    try:
+        for piece in decompress(io.BytesIO(data), suffix):
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise ConvertError(
+                    f"{path}: its {len(data):,} bytes become more than {max_bytes:,}; raise "
+                    f"max_record_bytes (--max-record-bytes) if there is memory"
+                )
+    except (EOFError, OSError) as error:
+        source.fault("unreadable file", unreadable(path, error, source.storage))
     return b"".join(pieces)
 
 

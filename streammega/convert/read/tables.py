@@ -220,6 +220,8 @@ def _with_bytes(kind: Any) -> Any:
 
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _with_bytes(kind.value_type), kind.ordered)
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)))
     if pa.types.is_large_list(kind):
