@@ -39,6 +39,7 @@ from streammega.convert.tokenize.long_text import encode_long, encode_long_with_
 from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConvertError
+from tests.support.builders import write_tokenizer
 
 SENTENCES = [
     "Hello world, it's 3.14 o'clock; don't WAIT for  two   blanks\n\nand lines.",
@@ -281,6 +282,30 @@ def test_every_kind_of_tokenizer_keeps_the_contract(
     assert (spans.starts <= spans.stops).all()
     assert spans.stops[-1] == len(text.encode() if tokenizer.spans_in_bytes else text)
     compare(tokenizer, 10)
+
+
+@pytest.mark.parametrize("call", ["encode", "encode_with_spans"])
+def test_few_characters_are_encoded_together(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes some 110 bytes of memory for each until all of them are encoded."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t.json", ["word", "other"]))
+    texts = ["word " * size for size in (30, 30, 1, 2, 90, 3, 1)] + ["other"] * 40
+    encode_texts: Any = getattr(tokenizer, call)
+    expected = encode_texts(texts)
+    batches: list[list[str]] = []
+    library = tokenizers.HuggingFaceTokenizer._call
+
+    def noting(self: Any, encode: Any, some: list[str], **options: Any) -> Any:
+        batches.append(some)
+        return library(self, encode, some, **options)
+
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    monkeypatch.setattr(tokenizers, "CHARS_AT_ONCE", 200)
+    monkeypatch.setattr(tokenizers.HuggingFaceTokenizer, "_call", noting)
+    for ids, whole in zip(encode_texts(texts), expected, strict=True):
+        assert np.array_equal(ids, whole)
+    assert [len(batch) for batch in batches] == [1, 3, 1, 16, 16, 10]
 
 
 @pytest.mark.guarantee("long-texts-ids")

@@ -202,7 +202,7 @@ class BatchEncoder:
             tokens[ends] = self.eod
         if any(isinstance(ids_of_text, np.ndarray) for ids_of_text in ids):
             arrays = [np.asarray(ids_of_text) for ids_of_text in ids]
-            tokens[is_text] = np.concatenate(arrays)
+            tokens[is_text] = np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
         else:
             # lists are read into their place, without an array of each
             all_ids = itertools.chain.from_iterable(ids)
