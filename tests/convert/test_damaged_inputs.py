@@ -202,6 +202,30 @@ def test_a_damaged_page_costs_its_row_group_alone(
         convert_to(tmp_path, path, on_error="stop")
 
 
+@pytest.mark.parametrize("column", ["text", "other"])
+def test_a_damaged_description_of_a_column_costs_its_row_group(column: str, tmp_path: Path) -> None:
+    """pyarrow ends the process where such a description is looked at."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "other": ["a", "b", None]}), path)
+    data = path.read_bytes()
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    body, footer = data[: -8 - footer_bytes], data[-8 - footer_bytes : -8]
+    # a list of two numbers: how many values are null, and how many are not; one more is wrong
+    counts = b"\x19\x26\x00\x06" if column == "text" else b"\x19\x26\x02\x04"
+    if footer.count(counts) != 1:
+        pytest.skip("this version of pyarrow does not write such counts")
+    footer = footer.replace(counts, b"\x19\x36" + counts[2:] + b"\x00")
+    path.write_bytes(body + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    sound = tmp_path / "b.parquet"
+    pq.write_table(pa.table({"text": ["d"], "other": ["e"]}), sound)
+    report = convert_to(tmp_path, path, sound, id_field="other", provenance=True)
+    assert report.dropped == {"unreadable row": 3}
+    assert "from row 1 to 3, in row group 0 (" in report.messages[0]
+    assert made(tmp_path) == ["d"]
+    if column == "other":  # which is not wanted here
+        assert convert_to(tmp_path, path).documents == 3
+
+
 def test_a_large_file_that_is_no_parquet_is_named_by_whoever_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

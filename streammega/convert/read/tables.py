@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import csv
+import io
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -96,14 +99,15 @@ def _rows_at_once(file: Any, metadata: Any, number: int, names: Sequence[str]) -
     The sizes that are stored do not count a text again that many rows share by a dictionary, or
     that repeats the one before.
     """
+    _check_descriptions(file, metadata, number, names)
     group = metadata.row_group(number)
     num_bytes = 1
     rows = MAX_ROWS
     for place in range(group.num_columns):
-        column = group.column(place)
-        path = column.path_in_schema
+        path = metadata.schema.column(place).path
         if not any(f"{path}.".startswith(f"{name}.") for name in names):
             continue
+        column = group.column(place)
         stored = max(1, column.total_uncompressed_size)
         value_bytes = max(VALUE_BYTES, metadata.schema.column(place).length or 0)
         num_bytes += max(stored, column.num_values * value_bytes)
@@ -118,6 +122,47 @@ def _rows_at_once(file: Any, metadata: Any, number: int, names: Sequence[str]) -
             texts = BATCH_BYTES // largest
             rows = min(rows, texts * group.num_rows // max(1, column.num_values))
     return max(1, min(rows, BATCH_BYTES * int(group.num_rows) // num_bytes))
+
+
+def _check_descriptions(file: Any, metadata: Any, number: int, names: Sequence[str]) -> None:
+    """Raise what pyarrow raises for damaged descriptions of columns in a row group, before it reads.
+
+    It ends the process where Python asks for a description that is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    unread = _Unread(file.seek(0, os.SEEK_END))
+    with contextlib.suppress(_IsRead):
+        table = pq.ParquetFile(unread, metadata=metadata, buffer_size=1)
+        next(table.iter_batches(1, row_groups=[number], columns=names), None)
+
+
+class _IsRead(Exception):
+    pass
+
+
+class _Unread(io.RawIOBase):
+    """A file of a size, which raises _IsRead when it is read."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def read(self, _size: int = -1) -> bytes:
+        raise _IsRead
 
 
 def _largest_text(file: Any, metadata: Any, number: int, path: str) -> int:
