@@ -75,9 +75,8 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     config_kwargs = dict(options.get("config_kwargs") or {})
     of_s3 = dict(config_kwargs.pop("s3", None) or {})
     style = of_s3.pop("addressing_style", "auto")
-    if (
-        config_kwargs or of_s3
-    ):  # no error: s3fs may follow them, where obstore cannot serve a bucket
+    # no error: s3fs may follow them, where obstore cannot serve a bucket
+    if config_kwargs or of_s3:
         names = ", ".join(sorted([*config_kwargs, *(f"s3.{name}" for name in of_s3)]))
         text = (
             "config_kwargs of storage_options hold %s, which the obstore transport does not follow; "
