@@ -277,8 +277,9 @@ class Conversion:
             return
         if self.work_dir.can_resume():
             log.warning(
-                "what is done is kept in %s; run the same command again to resume",
+                "what is done is kept in %s; run the same command again%s to resume",
                 self.work_dir.url,
+                "" if self.execution.resume else " without --no-resume",
             )
         else:
             self.remove_work()

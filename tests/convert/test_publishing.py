@@ -249,6 +249,18 @@ def test_a_dataset_is_not_replaced_because_its_conversion_was_killed_at_its_very
     assert tokens_of(str(tmp_path / "web")) == tokens_of(str(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_an_interrupted_conversion_says_how_to_resume(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_random_pair(str(tmp_path / "a"), seed=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        convert([str(tmp_path / "a")], str(tmp_path / "web"), workers=1, resume=resume)
+    ending = "again to resume" if resume else "again without --no-resume to resume"
+    assert caplog.messages[-1].endswith(ending)
+
+
 def test_shards_of_a_set_without_a_manifest_are_not_replaced(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "a"), seed=1)
     convert([str(tmp_path / "a")], str(tmp_path / "o" / "web"), shard_bytes=3000, workers=1)
