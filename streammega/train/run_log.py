@@ -20,7 +20,7 @@ from streammega.config.validate import finite, parse_json
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
-from streammega.storage.backends.local import FULL_ERRNOS, local_error
+from streammega.storage.backends.local import with_space
 from streammega.storage.object_ops import read_object
 from streammega.storage.open import is_remote
 from streammega.storage.retry import RetryPolicy
@@ -177,26 +177,18 @@ class RunLog:
             log.warning("metrics cannot be uploaded: %s", error)
 
     def _append(self, text: str) -> None:
-        """Append to metrics.jsonl, again while the disk is full."""
+        """Append to metrics.jsonl, again while the disk is full. Raises StorageError."""
         self._check_lock()
         size = self._path.stat().st_size if self._path.exists() else 0
 
-        def attempt() -> None:
-            """Append once. Raises a transient StorageError for a full disk."""
-            try:
-                with open(self._path, "ab", buffering=0) as file:
-                    file.truncate(size)  # an attempt that failed may have written a part
-                    rest = text.encode()
-                    while rest:
-                        rest = rest[os.write(file.fileno(), rest) :]
-            except OSError as error:
-                if error.errno not in FULL_ERRNOS:
-                    raise
-                full = local_error(str(self._path), error)
-                full.transient = True
-                raise full from None
+        def append() -> None:
+            with open(self._path, "ab", buffering=0) as file:
+                file.truncate(size)  # an attempt that failed may have written a part
+                rest = text.encode()
+                while rest:
+                    rest = rest[os.write(file.fileno(), rest) :]
 
-        self._policy.call(attempt)
+        with_space(append, str(self._path), self._policy)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -272,6 +272,26 @@ def _paths_with(prefix: str, recursive: bool) -> Iterator[str]:
         ]
 
 
+def with_space(step: Callable[[], Result], path: str, policy: RetryPolicy) -> Result:
+    """`step()`, again while the disk is full: it goes on where it was. Raises StorageError."""
+    try:
+        return step()
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise local_error(path, error) from None
+
+    def attempt() -> Result:
+        try:
+            return step()
+        except OSError as error:
+            ours = local_error(path, error)
+            # Of other errors the second try may hide what was lost.
+            ours.transient = error.errno in FULL_ERRNOS
+            raise ours from None
+
+    return policy.call(attempt)
+
+
 class LocalWriter(ObjectWriter):
     """Writes a temporary file, flushes it to the disk, and renames it: readers see all or nothing.
 
@@ -283,29 +303,10 @@ class LocalWriter(ObjectWriter):
     def __init__(self, path: str, policy: RetryPolicy) -> None:
         self._path = path
         self._policy = policy
-        self._atomic = self._with_space(lambda: AtomicFile(path))
+        self._atomic = with_space(lambda: AtomicFile(path), path, policy)
         self._file: Any = self._atomic.file
         self._size = 0
         self._written_back = 0  # bytes whose writing to the disk was requested
-
-    def _with_space(self, step: Callable[[], Result]) -> Result:
-        """`step()`, again while the disk is full: it goes on where it was. Raises StorageError."""
-        try:
-            return step()
-        except OSError as error:
-            if error.errno not in FULL_ERRNOS:
-                raise local_error(self._path, error) from None
-
-        def attempt() -> Result:
-            try:
-                return step()
-            except OSError as error:
-                ours = local_error(self._path, error)
-                # Of other errors the second try may hide what was lost.
-                ours.transient = error.errno in FULL_ERRNOS
-                raise ours from None
-
-        return self._policy.call(attempt)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Where the disk stays full, the StorageError names the path."""
@@ -324,14 +325,14 @@ class LocalWriter(ObjectWriter):
             if self._size - self._written_back >= WRITE_BACK_BYTES:
                 self._file.flush()
 
-        self._with_space(write_rest)
+        with_space(write_rest, self._path, self._policy)
         if self._size - self._written_back >= WRITE_BACK_BYTES:
             start, self._written_back = self._written_back, self._size
             self.write_back(start, self._size)
 
     def reserve(self, size: int) -> int:
         """The next `write` continues after the reserved bytes."""
-        self._with_space(self._file.flush)
+        with_space(self._file.flush, self._path, self._policy)
         start = self._size
         self._size += size
         self._written_back = self._size
@@ -349,7 +350,7 @@ class LocalWriter(ObjectWriter):
                 view = view[written:]
                 offset += written
 
-        self._with_space(write_rest)
+        with_space(write_rest, self._path, self._policy)
 
     def write_back(self, start: int, stop: int) -> None:
         """Ask the system to write bytes [start, stop) to the disk."""
@@ -362,7 +363,7 @@ class LocalWriter(ObjectWriter):
         """Flush, sync, rename, and sync the name."""
         try:
             # Not the sync: what it could not write may be gone, and a second one would not say so.
-            self._with_space(self._file.flush)
+            with_space(self._file.flush, self._path, self._policy)
             self._atomic.commit()
             sync_folder(os.path.dirname(self._path))
         except OSError as error:
@@ -376,7 +377,7 @@ class LocalWriter(ObjectWriter):
         with it again. Raises UnsupportedOperation for a file system without hard links.
         """
         try:
-            self._with_space(self._file.flush)
+            with_space(self._file.flush, self._path, self._policy)
             is_new = self._atomic.commit_if_absent()
             sync_folder(os.path.dirname(self._path))
             return is_new
