@@ -283,7 +283,7 @@ class ObstoreStore(RemoteStore):
                 # end. After a full page, the server is asked whether more follows.
                 if not more or len(listed) % 100 or self.scheme not in S3_SCHEMES:
                     return listed
-                after = listed[-1]["path"]
+                after = max(entry["path"] for entry in listed)
 
         infos = _listed_infos(self._call(prefix, list_folder))
         listed = [info for info in infos if info.key.startswith(prefix)]
