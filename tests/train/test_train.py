@@ -1037,6 +1037,13 @@ def test_what_a_power_failure_leaves_of_metrics_does_not_hinder_a_run(tmp_path: 
     assert log.steps == {1, 2}
 
 
+def test_metrics_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    log = run_log_in(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: Is a directory"):
+        log.write({"step": 1, "loss": 2.0})
+
+
 @pytest.mark.parametrize("failures", [2, 1000])
 def test_metrics_wait_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int

@@ -246,6 +246,7 @@ def fuzz_here(name: str, targets: Targets, folder: Path, seconds: int) -> None:
             f"-artifact_prefix={folder}/findings/",
             f"-max_total_time={seconds}",
             "-print_final_stats=1",
+            # the time of an input rises with its length
             f"-max_len={max(1024, 2 * max(map(len, target.seeds)))}",
             "-len_control=20",
         ]
