@@ -11,9 +11,10 @@ import argparse
 import importlib
 import inspect
 import sys
-from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from streammega.errors.cached_property import cached_property
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from streammega.cli.options import quick
 from streammega.config import ORDERS
 from streammega.convert import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 
 if TYPE_CHECKING:  # a dataset alone is shown without torch, which takes seconds to import

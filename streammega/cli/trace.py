@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quic
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer

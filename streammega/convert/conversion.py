@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -52,6 +52,7 @@ from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.kernels import num_threads

@@ -5,7 +5,6 @@ from the `.idx` alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from streammega.dataset.provenance import ProvenanceReader, open_provenance
 from streammega.dataset.resolve import open_resolved
 from streammega.dataset.shard import Shard
 from streammega.errors import FormatError
+from streammega.errors.cached_property import cached_property
 
 Integers = NDArray[np.int64]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -23,6 +23,7 @@ from streammega.dataset.provenance import DocumentOrigin
 from streammega.dataset.resolve import open_resolved
 from streammega.dataset.shard import Shard
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived_stores import ConcatStore

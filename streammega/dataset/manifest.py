@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, cast
 
 import dacite
@@ -22,6 +21,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.open import escapes_folder

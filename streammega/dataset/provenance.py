@@ -16,7 +16,6 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.extras import import_extra
 from streammega.storage import Store, open_store
 from streammega.storage.object_ops import exists

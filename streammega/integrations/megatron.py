@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from streammega.config import ORDERS, DataConfig, Order, StorageConfig, parse_blend
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.integrations.frameworks import import_framework, with_used_fields
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader

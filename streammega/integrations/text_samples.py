@@ -11,7 +11,6 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from streammega.config import FieldsConfig, StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage.file_system import open_file
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
+from streammega.errors.cached_property import cached_property
 from streammega.loading.device_prefetch import Copier, DeviceBatches
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches

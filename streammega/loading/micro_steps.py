@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import balanced_places, check_resume, rank_samples

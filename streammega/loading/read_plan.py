@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.addresses import address_of
 from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
 from streammega.loading.micro_steps import MicroSteps

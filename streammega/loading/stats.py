@@ -8,13 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.extras import import_extra
 from streammega.loading.staging import Stager
 from streammega.samples.token_file import TokenFile

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.stream import DATASET, PART
 
 Integers = NDArray[np.int64]

@@ -10,10 +10,10 @@ others join several. Tokens too few for a sample stay unread until the next chan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.remainder import (
     INTERVAL,
     epochs_of_intervals,

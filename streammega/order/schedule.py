@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from streammega.config import DataConfig, PhaseConfig, Segment
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.order.sharding import check_batch_sizes
 
 

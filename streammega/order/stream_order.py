@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import keyed
 from streammega.kernels.stream import FRACTION_BITS, count_draws, locate
 from streammega.order.epoch_layout import (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StreammegaError
+from streammega.errors.cached_property import cached_property
 from streammega.loading import StreamLoader
 from streammega.loading.device_prefetch import wait_on_stream
 from streammega.order.sharding import zigzag_bounds

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 
 ORDER = "tp-cp-ep-dp-pp"
 NAMES = ("tp", "cp", "ep", "dp", "pp")

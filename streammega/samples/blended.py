@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from streammega.dataset import cached_arrays
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents

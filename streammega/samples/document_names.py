@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from streammega.config import DataConfig
@@ -14,6 +13,7 @@ from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.names import strip_suffix
 from streammega.dataset.provenance import OriginNames, is_number
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.storage.open import resolved
 from streammega.storage.thread_pool import parallel_map

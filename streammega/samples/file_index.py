@@ -5,7 +5,6 @@ documents begin, and which mode each sequence has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from streammega.dataset import IndexedDataset
 from streammega.dataset.shard import Shard
 from streammega.errors import FormatError
+from streammega.errors.cached_property import cached_property
 
 Integers = NDArray[np.int64]
 

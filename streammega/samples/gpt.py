@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from streammega.dataset import IndexedDataset, cached_arrays
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import SharedFolder, cache_folder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +18,7 @@ from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.errors import ConfigError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.extents import cut_extents

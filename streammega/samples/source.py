@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
+from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents

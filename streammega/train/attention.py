@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
+from streammega.errors.cached_property import cached_property
 from streammega.order.sharding import zigzag_parts
 
 CAUSAL: dict[str, Any] = (

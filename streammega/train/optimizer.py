@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 from torch import nn
 
+from streammega.errors.cached_property import cached_property
 from streammega.train.config import RunConfig, TrainConfig
 
 

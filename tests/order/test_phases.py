@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
+import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +245,39 @@ def test_a_phase_may_follow_hundreds_of_others() -> None:
     in_turn = chain_of(first, later)
     in_turn.locate(np.arange(4800))
     assert rows(found) == rows(in_turn.locate(last))
+
+
+def test_threads_that_read_phases_do_not_wait_for_each_other() -> None:
+    """What a phase needs of earlier ones is computed when it is first asked for, in any thread."""
+    dataset = StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2)
+    first = StreamOrder(
+        datasets=[dataset], weights=[1.0], sequence_length=8, extra_token=True,
+        seed=1, lanes=8, shuffle_block_bytes=64,
+    )  # fmt: skip
+    later = [
+        {
+            "first_sample": 64 * number, "numbers": [0], "datasets": [dataset], "weights": [1.0],
+            "sequence_length": 8 + 8 * (number % 2),
+        }
+        for number in range(1, 6)
+    ]  # fmt: skip
+    asked = ("progress", "remainders")
+    orders = [(chain_of(first, later).phases[-1], name) for _ in range(20) for name in asked]
+    _ = chain_of(first, later).phases[-1].remainders  # compiles the kernels
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=getattr, args=(order, name), daemon=True)
+            for order, name in orders
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.guarantee("phases-lane-goes")

@@ -62,6 +62,7 @@ COMMAND_LINE_KIT = (
     "streammega.cli.options",
     "streammega.cli.render",
     "streammega.cli.progress",
+    "streammega.errors.cached_property",
     "streammega.errors.extras",
     "streammega.errors.process",
     "streammega.errors.redaction",
@@ -115,6 +116,18 @@ def test_imports_go_down_only() -> None:
                 into_training.append(f"{path.relative_to(ROOT)} imports {other}")
     assert not upward, "what is imported lies above"
     assert not into_training
+
+
+def test_no_property_has_a_lock_of_all_objects() -> None:
+    """functools.cached_property has one on Python 3.11; tests/order/test_phases.py shows what it does."""
+    with_lock = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "functools"
+        if "cached_property" in {alias.name for alias in node.names}
+    ]
+    assert with_lock == ["errors/cached_property.py"], "import it from streammega.errors"
 
 
 @pytest.mark.guarantee("apps-public-api")

@@ -4,6 +4,7 @@ orders.
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from streammega.storage.progress import ProgressObserver
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
+
+
+BUILD = "build_gpt_indices"
 
 
 @pytest.fixture
@@ -71,7 +75,7 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     def refuse(*_: Any) -> None:
         raise AssertionError("this node builds what was published")
 
-    monkeypatch.setattr(gpt, "build_gpt_indices", refuse)
+    monkeypatch.setattr(gpt, BUILD, refuse)
     monkeypatch.setattr(blended, "blend_indices", refuse)
     fetched = build_datasets(replace(config, index_cache_dir=tmp_path / "other-node"))[0]
     for a, b in zip(built.datasets, fetched.datasets, strict=True):  # type: ignore[union-attr]
@@ -98,6 +102,53 @@ def test_after_ctrl_c_no_further_index_is_built_or_waited_for(
         list(opening.build_indices(datasets))
     assert 2 not in begun
     is_over.set()
+
+
+def test_indices_of_several_datasets_are_built_at_once(
+    blend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_build = threading.Barrier(2)
+    build: Any = getattr(gpt, BUILD)
+
+    def wait_for_another(*arguments: Any) -> Any:
+        both_build.wait(60)
+        return build(*arguments)
+
+    monkeypatch.setattr(gpt, BUILD, wait_for_another)
+    monkeypatch.setattr(opening, "num_threads", lambda: 2)
+    assert len(list(prepare(config_of(blend[:2], tmp_path)))) == 4
+
+
+def test_a_child_forked_while_indices_are_built_builds_those_of_its_own_dataset(
+    blend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = (build_datasets(config_of(blend[n][0], tmp_path))[0] for n in range(2))
+    assert ours is not None
+    assert other is not None
+    _ = ours[0]  # compiles the kernels
+    is_building, is_over = threading.Event(), threading.Event()
+    build: Any = getattr(gpt, BUILD)
+
+    def hold(*arguments: Any) -> Any:
+        if threading.current_thread() is builder:
+            is_building.set()
+            is_over.wait(60)
+        return build(*arguments)
+
+    monkeypatch.setattr(gpt, BUILD, hold)
+    held = build_datasets(config_of(blend[2][0], tmp_path))[0]
+    builder = threading.Thread(target=lambda: held[0])  # type: ignore[index]
+    builder.start()
+    assert is_building.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=lambda: other[0])
+    child.start()
+    child.join(30)
+    is_hanging = child.is_alive()
+    child.kill()
+    is_over.set()
+    builder.join()
+    assert not is_hanging
+    assert child.exitcode == 0
 
 
 def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from streammega.convert.tokenize.tokenizer_files import (
 )
 from streammega.convert.tokenize.tokenizers import Tokenizer, TokenSpans, load_tokenizer
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 
 _CHATML = """\
 {% for message in messages %}

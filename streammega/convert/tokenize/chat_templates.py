@@ -14,7 +14,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
+from streammega.errors.cached_property import cached_property
 
 BEGIN = "\U0010fffe"
 END = "\U0010ffff"

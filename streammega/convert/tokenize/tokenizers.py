@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from streammega.convert.tokenize.tokenizer_files import (
     special_token_names,
 )
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
+from streammega.errors.cached_property import cached_property
 from streammega.errors.extras import import_extra
 from streammega.errors.process import panics_as_errors
 from streammega.kernels import num_threads

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from streammega.convert.documents import Tokens, offsets_of
 from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.indexed import IndexedDataset, document_tokens
+from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage import open_store
 from streammega.storage.progress import ProgressObserver
