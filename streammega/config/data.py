@@ -241,7 +241,10 @@ class DataConfig(FieldsConfig):
     phases, in the order in which datasets first appear. For losses by source: SourceLosses.
     """
     num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MAX_SAMPLES)] = None
-    """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
+    """Samples asked of train, valid and test; they define the Megatron order, epochs included. None:
+    training has no end in the stream order, is one epoch in the sequential one, and is refused in
+    Megatron's; valid and test are every sample once, whatever the weights, in whole global batches.
+    """
     add_extra_token: bool = True
     """Samples carry S + 1 tokens, so that every position has a label."""
     drop_last_partial_validation_sequence: bool = True
@@ -272,7 +275,7 @@ class DataConfig(FieldsConfig):
     phase, from 128 to 256 KiB.
     """
     exclude_samples: Sequence[tuple[int, int]] = ()
-    """Ranges [start, stop) of global sample ids to leave out: whole global batches."""
+    """Ranges [start, stop) of global sample ids of training to leave out: whole global batches."""
     exclude_documents: ExcludedNames | Sequence[tuple[int, ExcludedNames]] = ()
     """Documents to leave out of training: each of their tokens becomes eod_id, without loss.
     Given as the path of a file of names, one a line; a list of names; either by dataset, as

@@ -45,7 +45,7 @@ class StreamDataHooks:
 
     An epoch of Lightning ends at the end of the data, or where `limit_train_batches` or `max_steps`
     end it. The next epoch goes on after the last batch that was trained on. If the data has ended, it
-    begins at the first sample. In the stream order without `num_samples` the data has no end: set
+    begins at the first sample. In the stream order without `num_samples` training has no end: set
     `max_steps` of the Trainer.
 
     With `return_dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
@@ -116,11 +116,11 @@ class StreamDataHooks:
         """The whole global batches of the valid split, from its first sample every time; nothing where it
         is empty.
         """
-        return self._open_evaluation("valid", "limit_val_batches")
+        return self._open_evaluation("valid")
 
     def test_dataloader(self) -> Any:
         """The same of the test split."""
-        return self._open_evaluation("test", "limit_test_batches")
+        return self._open_evaluation("test")
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was trained on, the same on every rank: see
@@ -213,21 +213,13 @@ class StreamDataHooks:
                 f"accumulate_grad_batches={micro_batches}"
             )
 
-    def _open_evaluation(self, split: str, limit: str) -> Any:
+    def _open_evaluation(self, split: str) -> Any:
         if split_blend(self._config, split) is None:
             return []
         dp_rank, dp_size = self._rank_and_size()
-        loader = StreamLoader(
+        return StreamLoader(
             self._config, split=split, dp_rank=dp_rank, dp_size=dp_size, **self._sizes
         )
-        trainer = getattr(self, "trainer", None)
-        is_endless = loader.dataset.num_samples is None
-        if is_endless and trainer is not None and isinstance(getattr(trainer, limit), float):
-            raise ConfigError(
-                f"the {split} split has no end: give num_samples=(train, valid, test), or the "
-                f"Trainer a whole number as {limit}"
-            )
-        return loader
 
 
 class CountsTrained:

@@ -225,10 +225,6 @@ class StreamTrainerMixin:
             global_batch_size=micro_batch_size * self.accelerator.num_processes,
             prepare_batch=causal_lm_batch,
         )
-        if loader.loader.dataset.num_samples is None:
-            raise ConfigError(
-                "the valid split has no end: give the DataConfig num_samples=(train, valid, test)"
-            )
         if self._stream.return_dataset_ids:
             device = self.accelerator.device
             self._valid_losses = SourceLosses.of(self._stream, split="valid", device=device)

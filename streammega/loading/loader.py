@@ -136,6 +136,11 @@ class StreamLoader:
             )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
+        if self.evaluation and self.dataset.num_samples is None:
+            raise ConfigError(
+                f"an evaluation ends, and the {config.order} order of {split} has no end: set "
+                "num_samples=(train, valid, test), or evaluate the valid split, which is read once"
+            )
         self._cp = (cp_rank, cp_size)
         for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
             _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)

@@ -7,6 +7,7 @@ not the dataset, so nothing can change the samples of a running iteration.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from streammega.samples.source import (
     joins_of,
 )
 from streammega.samples.token_file import open_indices, tokenizer_origin
+
+log = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
 
@@ -140,18 +143,31 @@ class MicroSteps:
     def check(self) -> None:
         """Raise ConfigError if excluded samples cut a global batch, or the data has no whole one."""
         self._check_excluded(0)
+        available = self.samples.num_samples
         if self.num_samples == 0:
             raise ConfigError(
-                f"{self.split} holds {self.samples.num_samples} samples, "
+                f"{self.split} holds {available} samples, "
                 f"less than one global batch of {self.schedule.global_batch_size}; lower "
                 f"global_batch_size or ask for more samples"
+            )
+        reads_once = self.split != "train" and self.config.num_samples is None
+        if reads_once and self.num_samples != available and self.dp_rank == 0:
+            assert self.num_samples is not None
+            assert available is not None
+            log.warning(
+                "%s: %d of %d samples are not read, for they fill no global batch of %d; "
+                "a smaller global_batch_size reads more of them",
+                self.split,
+                available - self.num_samples,
+                available,
+                self.schedule.global_batch_size,
             )
 
     def _check_excluded(self, consumed: int) -> None:
         """Raise ConfigError if samples excluded from `consumed` on cut a global batch."""
         schedule = self.schedule
         # an excluded range has to begin and end where a global batch begins
-        for start, stop in self.config.exclude_samples:
+        for start, stop in self.schedule.excluded_ranges:
             if stop <= consumed:
                 continue
             if schedule.offset_at(max(start, consumed)) or schedule.offset_at(stop):
@@ -272,7 +288,7 @@ class MicroSteps:
         """The micro-steps from `start` on, as ranges between the excluded samples."""
         num_samples = self.num_samples
         end = NO_END if num_samples is None else num_samples
-        for skip_start, skip_stop in sorted(self.config.exclude_samples):
+        for skip_start, skip_stop in sorted(self.schedule.excluded_ranges):
             if start < skip_start:
                 yield range(start, min(skip_start, end), self.step_samples)
             start = max(start, skip_stop)

@@ -112,10 +112,6 @@ class FileTable:
     page_bytes: int
     chunk_bytes: int
 
-    def files_of(self, dataset: int) -> slice:
-        """The numbers of a dataset's files."""
-        return slice(self.firsts[dataset], self.firsts[dataset + 1])
-
 
 class Request(NamedTuple):
     """Fetches bytes [start, stop) of a file to byte `at` of a buffer."""

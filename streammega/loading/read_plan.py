@@ -119,7 +119,7 @@ def plan_reading(
     if memory.block_datasets:
         order = steps.samples.segment_at(start).order
         assert order is not None
-        itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
+        itemsizes = np.array([dataset.itemsize for dataset in order.datasets], np.int64)
         is_whole = np.isin(np.arange(len(itemsizes)), memory.block_datasets)
         prefetched = OpenBlocks(order, lanes, is_whole, itemsizes)
     return ReadPlan(
@@ -178,7 +178,7 @@ def _blocks_to_prefetch(
         return nothing
     if steps.config.balance_attention_cost and not _keeps_order_in_lanes(steps, order):
         return nothing
-    itemsizes = table.itemsize[table.firsts[order.dataset_numbers]]
+    itemsizes = np.array([dataset.itemsize for dataset in order.datasets], np.int64)
     # A block is its samples end to end and one extra token. Each further shard that it continues in
     # adds another: memory_plan.py has room for these.
     bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
@@ -198,8 +198,8 @@ def _reads_only_blocks(steps: MicroSteps, table: FileTable, start: int, num_in_b
     order = steps.samples.segment_at(start).order
     if order is None or order.has_remainders:
         return False
-    numbers = order.dataset_numbers.tolist()
-    num_remote = sum(not table.local[table.files_of(number)].all() for number in numbers)
+    files_of_datasets = [_files_of(order, dataset, table) for dataset in range(len(order.datasets))]
+    num_remote = sum(not table.local[files].all() for files in files_of_datasets)
     return num_in_blocks == num_remote
 
 
@@ -225,13 +225,22 @@ def _is_worth_prefetching(dataset: int, order: StreamOrder, table: FileTable) ->
     Its files have to be remote and of one token width. A run must belong to a single lane, and a
     block must have several samples.
     """
-    files = table.files_of(int(order.dataset_numbers[dataset]))
+    files = _files_of(order, dataset, table)
     itemsizes = table.itemsize[files]
     one_width = bool((itemsizes == itemsizes[0]).all())
     is_remote = not table.local[files].any()
     has_one_lane = order.lanes_per_run[dataset] == 1
     has_several_samples = order.block_samples[dataset] >= 2
     return bool(one_width and is_remote and has_one_lane and has_several_samples)
+
+
+def _files_of(order: StreamOrder, dataset: int, table: FileTable) -> NDArray[np.int64]:
+    """The numbers of the files that a dataset of an order has parts of."""
+    first = table.firsts[order.dataset_numbers[dataset]]
+    files: NDArray[np.int64] = first + np.unique(
+        [part.file for part in order.datasets[dataset].parts]
+    )
+    return files
 
 
 def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[np.int64]:

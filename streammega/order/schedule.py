@@ -262,7 +262,7 @@ def training_schedule(
         global_batch_size=global_batch_size,
         rampup_batch_size=rampup_batch_size,
         segments=config.segments(split),
-        excluded_ranges=config.exclude_samples,
+        excluded_ranges=config.exclude_samples if split == "train" else (),
     )
 
 

@@ -248,7 +248,7 @@ class AutoAppendSource(SampleSource):
         first = self._source.segments[0]
         assert first.order is not None
         # identifies the run by what its data holds, not by where the data is
-        digests = digests_of(first.order, first.files)
+        digests = digests_of(first.order.datasets, first.files[: len(first.order.datasets)])
         append_log.begin({"seed": self.config.seed, "datasets": digests})
         self._apply(append_log.newest())
         if self._last_entry.sample < sample - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -32,9 +33,10 @@ def build_datasets(
     it.
 
     num_samples: (train, valid, test) in place of the config's; a count of None is one epoch of
-    everything. With `multiple_validation_sets`, valid is a list of datasets. For the Megatron and the
-    sequential order; the stream order builds nothing. Raises ConfigError for a split or blend that
-    cannot be built, StorageError and FormatError for the files.
+    everything; of valid and test, whatever the weights. With `multiple_validation_sets`, valid is a
+    list of datasets. For the Megatron and the sequential order; the stream order builds nothing.
+    Raises ConfigError for a split or blend that cannot be built, StorageError and FormatError for
+    the files.
     """
     counts = list(num_samples or config.num_samples or (None, None, None))
     if len(counts) != len(SPLITS):
@@ -72,6 +74,8 @@ def build_split(
     blend = split_blend(config, split)
     if blend is None:
         return None
+    if num_samples is None and split != "train":  # evaluation reads every sample once
+        blend = replace(blend, weights=None)
     # As Megatron builds them: the only dataset of a split is blended with itself where `blend`
     # gives it a weight, never where `blend_per_split` does.
     alone = len(blend.prefixes) == 1 and (blend.weights is None or config.blend is None)

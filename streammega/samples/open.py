@@ -44,8 +44,7 @@ def _open_stream(config: DataConfig, split: str, global_batch_size: int) -> Samp
 def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> SampleSource:
     """A source of Megatron's datasets, whose indices are built."""
     num_samples = config.num_samples[SPLITS.index(split)] if config.num_samples else None
-    takes_everything = split == "valid" and config.full_validation
-    if ORDERS[config.order].needs_num_samples and num_samples is None and not takes_everything:
+    if ORDERS[config.order].needs_num_samples and num_samples is None and split == "train":
         raise ConfigError(
             f"the {config.order} order depends on the number of samples: "
             "set num_samples=(train, valid, test), "

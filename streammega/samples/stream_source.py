@@ -17,13 +17,14 @@ from streammega.config import DataConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.order import Extents
-from streammega.order.epoch_layout import Records, dataset_samples
+from streammega.order.epoch_layout import Records, StreamDataset, dataset_samples
 from streammega.order.megatron import normalized
 from streammega.order.split import SPLITS
 from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
     LANES_LIMIT,
     STREAM_VERSION,
+    USAGE,
     StreamOrder,
     default_block_bytes,
     default_lanes,
@@ -133,7 +134,8 @@ class StreamSegment(SegmentSource):
         """A digest of each of its datasets, and its share in eight digits: weights 3 and 7 are the
         order of 0.3 and 0.7.
         """
-        digests = digests_of(self.order, self.files)
+        files = [self.files[number] for number in self.order.dataset_numbers.tolist()]
+        digests = digests_of(self.order.datasets, files)
         pairs = zip(digests, self.shares, strict=True)
         return [f"{digest}*{share:.8g}" for digest, share in pairs]
 
@@ -145,19 +147,77 @@ class StreamSegment(SegmentSource):
         self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
     ) -> TokenUses:
         """In closed form: no sample is scanned."""
+        dataset, file = self._place_in_order(name)
         parts = []
         for run in shards[name.shard].tokens_of(name.document):
             stop = run.file_start + run.stop - run.start
             shift = run.start - run.file_start
-            uses = samples_using_tokens(
-                self.order, name.dataset, name.shard, run.file_start, stop, end
-            )
+            uses = samples_using_tokens(self.order, dataset, file, run.file_start, stop, end)
             parts.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
         return concatenate_uses(parts)
 
+    def _place_in_order(self, name: DocumentName) -> tuple[int, int]:
+        """The dataset of the order that has a document's shard, and its file there."""
+        return name.dataset, name.shard
+
+
+class EpochSegment(StreamSegment):
+    """Every sample of all datasets once: one epoch of a dataset that is all of them, end to end.
+
+    order: of that dataset, whose files are those of all datasets. one_by_one: each dataset.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        files: Sequence[Sequence[TokenFile]],
+        order: StreamOrder,
+        one_by_one: Sequence[StreamDataset],
+    ) -> None:
+        super().__init__(config, split, files, order)
+        self._one_by_one = one_by_one
+        self._first_files = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
+        self.dataset_numbers = np.arange(len(files))
+        self.tokens_per_epoch = [dataset.tokens for dataset in one_by_one]
+        self.shares = normalized([float(tokens) for tokens in self.tokens_per_epoch])
+
+    @property
+    def num_samples(self) -> int:
+        """All samples of an epoch. The first ids are those of the first epoch: every lane has as
+        many as its run, and runs are equal, the longer ones first.
+        """
+        return int(self.order.layout.datasets["size"][0])
+
+    def locate(self, sample_ids: Integers) -> Extents:
+        """Where samples are stored: one run of tokens each."""
+        extents = super().locate(sample_ids)
+        number = np.searchsorted(self._first_files, extents.file, side="right") - 1
+        file = extents.file - self._first_files[number]
+        return replace(extents, dataset=number.astype(np.int32), file=file.astype(np.int32))
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """As of any stream, without end: other samples come at other places."""
+        return super().identity(consumed) | {"epochs": 1}
+
+    def _described_datasets(self) -> list[str]:
+        return digests_of(self._one_by_one, self.files)
+
+    def usage(self, spans: Sequence[Span]) -> Records:
+        """Counted by locating all samples."""
+        usage = np.zeros(len(self.files), USAGE)
+        for start, stop in spans:
+            dataset = self.locate(np.arange(start, stop)).dataset
+            usage["samples"] += np.bincount(dataset, minlength=len(usage))
+        return usage
+
+    def _place_in_order(self, name: DocumentName) -> tuple[int, int]:
+        return 0, int(self._first_files[name.dataset]) + name.shard
+
 
 class StreamSource(SampleSource):
-    """Samples of one split in the stream order. They end only if the config has `num_samples`.
+    """Samples of one split in the stream order. Those of training end only if the config has
+    `num_samples`; without it, those of other splits are one epoch.
 
     Args:
         global_batch_size: chooses the lanes, unless the config names them.
@@ -230,6 +290,8 @@ class StreamSource(SampleSource):
         block_bytes = config.shuffle_block_bytes or default_block_bytes(
             config.shuffle_lanes or lanes
         )
+        if self._split != "train" and config.num_samples is None:
+            return [self._epoch(config, config.shuffle_lanes or lanes, block_bytes)]
         orders: list[StreamOrder] = []
         for segment, numbers, _, restart in self._segment_datasets:
             datasets = [self._datasets[number].parts for number in numbers]
@@ -273,6 +335,37 @@ class StreamSource(SampleSource):
             for order in orders
         ]
 
+    def _epoch(self, config: DataConfig, lanes: int, block_bytes: int) -> EpochSegment:
+        """Every sample of the split once, for evaluation. Raises ConfigError for a split without any."""
+        files = [dataset.files for dataset in self._datasets]
+        datasets = [dataset.parts for dataset in self._datasets]
+        first_files = np.cumsum([0, *map(len, files)]).tolist()
+        everything = StreamDataset(
+            parts=[
+                replace(part, file=first_file + part.file)
+                for first_file, dataset in zip(first_files, datasets, strict=False)
+                for part in dataset.parts
+            ],
+            itemsize=max(dataset.itemsize for dataset in datasets),
+            is_packed=datasets[0].is_packed,
+            name=f"the {self._split} split",
+        )
+        extra_token = config.add_extra_token and not everything.is_packed
+        samples = dataset_samples(everything, config.sequence_length, int(extra_token))
+        # a run for each lane, so that the first ids are one epoch: at least as many blocks as lanes
+        largest = samples // lanes * config.sequence_length * everything.itemsize
+        order = StreamOrder(
+            datasets=[everything],
+            weights=[1.0],
+            sequence_length=config.sequence_length,
+            extra_token=extra_token,
+            seed=config.seed,
+            lanes=lanes,
+            shuffle_block_bytes=max(1, min(block_bytes, largest)),
+        )
+        order.check()
+        return EpochSegment(config, self._split, files, order, datasets)
+
 
 def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int:
     """The lanes of the first segment. Raises ConfigError for lanes that a global batch does not
@@ -296,14 +389,16 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
     return lanes
 
 
-def digests_of(order: StreamOrder, files: Sequence[Sequence[TokenFile]]) -> list[str]:
-    """A digest of each dataset of an order, 12 hex digits: of what it holds, of where its parts are,
-    and of its token width. files: of each dataset, by its number.
+def digests_of(
+    datasets: Sequence[StreamDataset], files: Sequence[Sequence[TokenFile]]
+) -> list[str]:
+    """A digest of each dataset, 12 hex digits: of what it holds, of where its parts are, and of its
+    token width. files: of each.
     """
     digests = []
-    for dataset, number in zip(order.datasets, order.dataset_numbers.tolist(), strict=True):
+    for dataset, of_dataset in zip(datasets, files, strict=True):
         sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
-        content = files[number][0].content
+        content = of_dataset[0].content
         described = sizes.tobytes() + bytes([dataset.itemsize]) + content.encode()
         first_file = dataset.parts[0].file
         if first_file:  # a split that begins in another shard, whose parts may have the same sizes

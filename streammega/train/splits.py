@@ -47,7 +47,6 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         blend_schedule=None,
         phases=(),
         follow=None,
-        exclude_samples=(),
     )
     return replace(config, data=data, validation={})
 
@@ -65,7 +64,7 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
     if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
-        return replace(data, exclude_samples=())
+        return data
     needed, _, _ = config.num_samples()
     if data.num_samples is not None:
         requested, _, _ = data.num_samples

@@ -212,13 +212,10 @@ def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers
 
     with accelerate_rank(0, 1):
         quiet = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1)
-        for config, words in (
-            (endless, "the valid split has no end"),
-            (replace(endless, split="1,0,0"), "no valid split to evaluate"),
-        ):
-            trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=config)
-            with pytest.raises(ConfigError, match=words):
-                trainer.evaluate()
+        config = replace(endless, split="1,0,0")
+        trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=config)
+        with pytest.raises(ConfigError, match="no valid split to evaluate"):
+            trainer.evaluate()
         one: Any = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}]
         trainer = integration.StreamTrainer(
             model=tiny_model(), args=quiet, stream=endless, eval_dataset=one

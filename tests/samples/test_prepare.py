@@ -26,7 +26,6 @@ from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
 
-
 BUILD = "build_gpt_indices"
 
 
