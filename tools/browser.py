@@ -312,7 +312,7 @@ def running_view(what: str) -> Iterator[str]:
 VIEW_PAGES = (
     "/",
     "/dataset/0",
-    "/dataset/1/document/3?uses=1",
+    "/dataset/1/document/3?uses=0",
     "/dataset/0/search?text=4",
     "/step?step=3&rank=1&ranks=2",
     "/step?step=99",

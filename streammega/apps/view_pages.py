@@ -21,6 +21,8 @@ SAMPLES = 4
 """Samples of a page."""
 SHOWN_USES = 50
 """Steps that read a document, of those that are listed."""
+SEARCHED_SAMPLES = 1 << 22
+"""Samples that are searched for a document at once: about a second."""
 READERS = 8
 """Threads that read the rows of a page."""
 MAX_BANDS = 8
@@ -190,7 +192,7 @@ class Pages:
             "uses": None,
         }
         if self.run is not None and "uses" in arguments:
-            values["uses"] = _uses(self.run, number, chosen)
+            values["uses"] = _uses(self.run, number, chosen, arguments)
         return values
 
     def search(self, arguments: Arguments, dataset: str) -> dict[str, Any]:
@@ -232,13 +234,22 @@ def _pages(first: int, size: int, total: int) -> dict[str, Any]:
     }
 
 
-def _uses(run: Run, dataset: int, document: int) -> dict[str, Any]:
-    """The steps of a run that read a document."""
+def _uses(run: Run, dataset: int, document: int, arguments: Arguments) -> dict[str, Any]:
+    """The steps of a portion of a run that read a document."""
     end = run.schedule.samples_of_step(run.last_step).stop
-    uses = run.provenance.uses(run.document_name(dataset, document), end)
+    first = _number("sample", arguments["uses"], 0, end - 1)
+    stop = min(first + SEARCHED_SAMPLES, end)
+    name = run.document_name(dataset, document)
+    uses = run.provenance.uses([name], start=first, end=stop)
     steps = [(run.schedule.step_of(use.sample), use) for use in uses]
     taken = [(step, use) for step, use in steps if step is not None]
-    return {"total": len(taken), "shown": taken[:SHOWN_USES]}
+    return {
+        "total": len(taken),
+        "shown": taken[:SHOWN_USES],
+        "first": first,
+        "stop": stop,
+        "has_more": stop < end,
+    }
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

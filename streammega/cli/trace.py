@@ -71,10 +71,11 @@ def trace(
             help="List the documents of exclude_documents, and the steps that read each before.",
         ),
     ] = False,
-    last_step: Annotated[
-        int | None,
+    steps: Annotated[
+        str | None,
         typer.Option(
-            help="With --find and --excluded: the last step to list; by default the run's last."
+            help="With --find and --excluded: the steps to search, FIRST:STOP (STOP is excluded); by "
+            "default all of the run."
         ),
     ] = None,
     rank: Annotated[
@@ -107,30 +108,31 @@ def trace(
 
     _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
-    _check_belongs("--last-step", last_step, "--find or --excluded", find or excluded or None)
+    _check_belongs("--steps", steps, "--find or --excluded", find or excluded or None)
     settings = _chosen_run(load_run(config, overrides or []), validation)
     model = _load(tokenizer)
     with show_progress("opening") as progress:
         run = open_run(settings, "valid" if validation else split, ranks)
-        for name, number in (("--step", step), ("--last-step", last_step)):
-            check_step(run, name, number)
-        last = run.last_step if last_step is None else last_step
+        check_step(run, "--step", step)
+        searched = _steps(run, steps)
         try:
             if excluded:
-                report = excluded_report(run, last, progress)
+                report = excluded_report(run, searched, progress)
             elif find is not None:
                 documents = _documents(run, find, model, progress)
-                report = uses_report(run, documents, last, progress)
+                report = uses_report(run, documents, searched, progress)
             else:
                 samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
                 decode = None if model is None else model.decode
-                report = trace_report(run, samples, _range(tokens), decode, progress)
+                report = trace_report(run, samples, _range("--tokens", tokens), decode, progress)
         except IndexError as error:  # no sample or document has the number that was given
             raise ConfigError(str(error)) from None
     chosen = {"step": step, "sample": sample, "find": find, "excluded": excluded or None}
     what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     title = f"trace of {config}: {'excluded documents' if excluded else what}"
     show_report({"run": config, **report}, as_json=as_json, html=html, title=title)
+    if "interrupted" in report:
+        raise KeyboardInterrupt
 
 
 def _check_asked(
@@ -150,7 +152,7 @@ def _check_asked(
         raise ConfigError("--tokens goes with --step or --sample only")
 
 
-def _check_belongs(option: str, value: int | None, to: str, other: object) -> None:
+def _check_belongs(option: str, value: object, to: str, other: object) -> None:
     """Raise ConfigError for an option that has no effect without another one."""
     if value is not None and other is None:
         raise ConfigError(f"{option} {value}: goes with {to}, which is not given")
@@ -193,16 +195,29 @@ def _samples_of(run: TracedRunFile, step: int, rank: int | None) -> list[int]:
     return [sample for sample in samples if run.place(sample)["rank"] == rank]
 
 
-def _range(text: str | None) -> tuple[int, int] | None:
+def _range(option: str, text: str | None) -> tuple[int, int] | None:
     """(3, 40) of "3:40". Raises ConfigError."""
     if text is None:
         return None
     parsed = re.fullmatch(r"(\d+):(\d+)", text)
     if not parsed:
         raise ConfigError(
-            f"--tokens {text!r}: write it as START:STOP (STOP is excluded), such as 0:128"
+            f"{option} {text!r}: write it as START:STOP (STOP is excluded), such as 1:128"
         )
     return int(parsed[1]), int(parsed[2])
+
+
+def _steps(run: TracedRunFile, text: str | None) -> range:
+    """The steps that --steps names; without it, all of the run. Raises ConfigError."""
+    chosen = _range("--steps", text)
+    if chosen is None:
+        return range(1, run.last_step + 1)
+    first, stop = chosen
+    check_step(run, "--steps", first)
+    check_step(run, "--steps", stop - 1)
+    if first >= stop:
+        raise ConfigError(f"--steps {text}: is empty; STOP is the step after the last to search")
+    return range(first, stop)
 
 
 def _load(tokenizer: str | None) -> Tokenizer | None:
@@ -380,32 +395,27 @@ def trace_report(
 
 
 def uses_report(
-    run: TracedRunFile, names: Sequence[DocumentName], last_step: int, progress: ProgressObserver
+    run: TracedRunFile, names: Sequence[DocumentName], steps: range, progress: ProgressObserver
 ) -> Report:
-    """The steps in which documents are read, up to a step."""
-    end = run.end_of(last_step)
+    """The steps of some that read documents. Ctrl-C ends the search: the report has what was found."""
+    uses, searched = _uses(run, names, steps, progress)
     documents = []
-    progress.begin("tracing", len(names), " documents")
     for name in names:
-        entry = document_entry(run.provenance, name)
         since = run.provenance.excluded_from(name)
-        entry["uses"] = _uses(run, name, end, since)
-        documents.append(entry)
-        progress.advance(1)
-    return {"split": run.split, "last_step": last_step, "documents": documents}
+        for use in uses[name]:
+            if since is not None and use["sample"] >= since:
+                use["excluded"] = True
+        documents.append({**document_entry(run.provenance, name), "uses": uses[name]})
+    return {"split": run.split, **searched, "documents": documents}
 
 
-def excluded_report(run: TracedRunFile, last_step: int, progress: ProgressObserver) -> Report:
-    """The excluded documents, where each exclusion begins, and the steps that read it before.
-
-    Steps after `last_step` are left out.
-    """
-    end = run.end_of(last_step)
-    documents = []
+def excluded_report(run: TracedRunFile, steps: range, progress: ProgressObserver) -> Report:
+    """The excluded documents, where each exclusion begins, and the steps that read it before."""
     excluded = run.provenance.excluded_documents()
-    progress.begin("tracing", len(excluded), " documents")
+    uses_of, searched = _uses(run, list(excluded), steps, progress)
+    documents = []
     for name, since in excluded.items():
-        uses = _uses(run, name, min(since, end), None)
+        uses = [use for use in uses_of[name] if use["sample"] < since]
         documents.append(
             {
                 **document_entry(run.provenance, name),
@@ -414,11 +424,10 @@ def excluded_report(run: TracedRunFile, last_step: int, progress: ProgressObserv
                 "uses": uses,
             }
         )
-        progress.advance(1)
     seen_before = [document for document in documents if document["uses"]]
     return {
         "split": run.split,
-        "last_step": last_step,
+        **searched,
         "excluded_documents": len(documents),
         "seen_before": len(seen_before),
         "tokens_seen": sum(document["tokens_seen"] for document in seen_before),
@@ -426,19 +435,22 @@ def excluded_report(run: TracedRunFile, last_step: int, progress: ProgressObserv
     }
 
 
-def _uses(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -> list[Report]:
-    """The samples before `end` that read a document. since: the sample that excludes it."""
-    uses = []
-    for use in run.provenance.uses(name, end):
-        place = run.place(use.sample)
-        # training sees nothing of excluded samples
-        if place["step"] is None:
-            continue
-        entry = {**place, "tokens": [use.start, use.stop]}
-        if since is not None and use.sample >= since:
-            entry["excluded"] = True
-        uses.append(entry)
-    return uses
+def _uses(
+    run: TracedRunFile, names: Sequence[DocumentName], steps: range, progress: ProgressObserver
+) -> tuple[dict[DocumentName, list[Report]], Report]:
+    """({document: the samples of some steps that read it}, which steps were searched)."""
+    uses: dict[DocumentName, list[Report]] = {name: [] for name in names}
+    searched: Report = {"steps": [steps.start, steps.stop]}
+    start = run.schedule.samples_of_step(steps.start).start
+    end = run.end_of(steps.stop - 1)
+    try:
+        for use in run.provenance.uses(names, start=start, end=end, progress=progress):
+            place = run.place(use.sample)
+            if place["step"] is not None:  # training sees nothing of excluded samples
+                uses[use.document].append({**place, "tokens": [use.start, use.stop]})
+    except KeyboardInterrupt:
+        searched["interrupted"] = True
+    return uses, searched
 
 
 def _distinct(ranges: Sequence[tuple[int, ...]]) -> int:

@@ -4,6 +4,7 @@ from the `.idx` alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ class ShardDocuments:
     def document_of(self, sequence: int) -> int:
         """The document of a sequence. Raises FormatError where it has none."""
         bounds = self._arrays.document_indices
-        document = int(np.searchsorted(bounds, sequence, side="right")) - 1
+        # numpy's search would copy all of an array of a mapped `.idx`, which is not aligned
+        document = bisect_right(bounds, sequence) - 1
         is_one = 0 <= document < self.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
@@ -213,8 +215,7 @@ class ShardDocuments:
 
 def _overlapping(offsets: Integers, begin: int, end: int) -> tuple[int, int]:
     """[first, last) of the sequences, by rising offsets, that may have bytes of [begin, end)."""
-    first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
-    return first, int(np.searchsorted(offsets, end, side="left"))
+    return max(0, bisect_right(offsets, begin) - 1), bisect_left(offsets, end)
 
 
 def open_documents(

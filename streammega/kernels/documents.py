@@ -114,3 +114,30 @@ def wrong_ends(ids, first, ends, eod):
                 first_wrong = k
             wrong += 1
     return wrong, first_wrong
+
+
+@kernel
+def find_overlaps(file, start, stop, first, low, high, row, place):
+    """Fill row and place with each row of tokens [start, stop) of a file, and each interval [low, high)
+    that it has tokens of; returns how many there are, which may be more than have room.
+
+    file, start, stop [rows]. first [files + 1]: the first interval of each file; intervals of a file
+    are ascending and apart. Cost: a binary search for each row of a file that has intervals.
+    """
+    count = 0
+    for r in range(len(file)):
+        k, end = first[file[r]], first[file[r] + 1]
+        behind = end
+        while k < behind:  # the first interval that ends after `start`
+            middle = (k + behind) // 2
+            if high[middle] <= start[r]:
+                k = middle + 1
+            else:
+                behind = middle
+        while k < end and low[k] < stop[r]:
+            if count < len(row):
+                row[count] = r
+                place[count] = k
+            count += 1
+            k += 1
+    return count

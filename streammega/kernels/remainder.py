@@ -1,5 +1,5 @@
-"""The remainder of open epochs, where samples or lanes change: as intervals of tokens, from there to
-files, and back. order/epoch_remainder.py explains it; `datasets` and `parts` are as in stream.py.
+"""The remainder of open epochs, where samples or lanes change: as intervals of tokens, and from there
+to files. order/epoch_remainder.py explains it; `datasets` and `parts` are as in stream.py.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from streammega.kernels.stream import (
     KEY_ROTATIONS,
     block_at,
     block_range,
-    draw_at_place,
     draw_location,
     file_part,
     find_short_slot,
     num_blocks,
     part_origin,
-    place_of_sample,
     run_bounds,
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py e78ab981
+# compiled with stream.py 2c72df4e
 
 INTERVAL = np.dtype(
     [
@@ -237,115 +235,4 @@ def remainder_runs(at, length, extra, intervals, datasets, parts, runs):
             token += tokens
             if here + tokens == interval.high:
                 number += 1
-    return count
-
-
-@kernel
-def epochs_of_intervals(intervals, datasets, first, last):
-    """Fill first and last [datasets] with the epochs [first, last) of each dataset that have
-    intervals; they are equal if none has.
-    """
-    first[:] = 0
-    last[:] = 0
-    for i in range(len(intervals)):
-        d = intervals[i].dataset
-        row = datasets[d]
-        if intervals[i].kind == BLOCKS:
-            begin = intervals[i].which
-            end = begin
-        else:
-            lane = intervals[i].which
-            group = row.group
-            _, run_length = run_bounds(row, lane // group)
-            first_draw = intervals[i].low // row.length
-            last_draw = (intervals[i].high - 1) // row.length
-            begin = row.first_epoch + (first_draw * group + lane % group) // run_length
-            end = row.first_epoch + (last_draw * group + lane % group) // run_length
-        first[d] = begin if last[d] == 0 else min(first[d], begin)
-        last[d] = max(last[d], end + 1)
-
-
-@kernel
-def remainder_samples_using(
-    file,
-    token_start,
-    token_stop,
-    first_epoch,
-    last_epoch,
-    intervals,
-    length,
-    datasets,
-    parts,
-    sample,
-):
-    """Fill sample [room] with the numbers of a remainder's samples that have tokens of
-    [token_start, token_stop) of a file; numbers may repeat. Returns how many there are, which may
-    be more than have room.
-
-    first_epoch, last_epoch [datasets]: the epochs to look at. Intervals are sorted by dataset,
-    kind, which and low. length: tokens of a sample of the remainder. Cost: two Feistel walks and
-    two binary searches for each sample of a dataset that the tokens touch.
-    """
-    count = np.int64(0)
-    for d in range(len(datasets)):
-        row = datasets[d]
-        for epoch in range(first_epoch[d], last_epoch[d]):
-            dataset_key = keyed(row.key, KEY_BLOCKS, row.number, epoch)
-            short_slot = find_short_slot(row, dataset_key)
-            for part in range(row.first_part, row.end_part):
-                if parts[part].file != file:
-                    continue
-                before = parts[part].before
-                origin = part_origin(row, parts, part, dataset_key)
-                begin = max(0, token_start - origin)
-                end = min((parts[part].end - before) * row.length, token_stop - origin)
-                while begin < end:
-                    number = begin // row.length
-                    tokens = min(end, (number + 1) * row.length) - begin
-                    offset = begin - number * row.length
-                    place = place_of_sample(row, before + number, dataset_key, short_slot)
-                    lane, draw = draw_at_place(
-                        row, place, epoch - row.first_epoch, dataset_key, short_slot
-                    )
-                    for kind, which, position in ((BLOCKS, epoch, place), (DRAWS, lane, draw)):
-                        first = position * row.length + offset
-                        count = _add_samples_with(
-                            (d, kind, which, first),
-                            first + tokens,
-                            intervals,
-                            length,
-                            sample,
-                            count,
-                        )
-                    begin += tokens
-    return count
-
-
-@numba.njit
-def _add_samples_with(begin, stop, intervals, length, sample, count):
-    """Add the samples that have the tokens from begin (dataset, kind, which, token) to token
-    `stop`; returns how many there are then.
-    """
-    d, kind, which, first = begin
-    # the first such interval that ends after `first`
-    i = np.int64(0)
-    behind = np.int64(len(intervals))
-    while i < behind:
-        middle = (i + behind) // 2
-        one = intervals[middle]
-        if (one.dataset, one.kind, one.which, one.high) <= (d, kind, which, first):
-            i = middle + 1
-        else:
-            behind = middle
-    while i < len(intervals):
-        one = intervals[i]
-        if (one.dataset, one.kind, one.which) != (d, kind, which) or one.low >= stop:
-            break
-        first_token = one.at + max(first, one.low) - one.low
-        last_token = one.at + min(stop, one.high) - one.low - 1
-        for number in range(first_token // length, last_token // length + 1):
-            if count < len(sample):
-                sample[count] = number
-            count += 1
-        i += 1
     return count

@@ -16,9 +16,7 @@ import numpy as np
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.remainder import (
     INTERVAL,
-    epochs_of_intervals,
     remainder_runs,
-    remainder_samples_using,
     slice_intervals,
     split_at_blocks,
     unread_intervals,
@@ -65,11 +63,6 @@ class EpochRemainder:
         """The first sample of each lane, int64 [lanes]."""
         return np.cumsum(self.lane_counts) - self.lane_counts
 
-    def lane_of(self, samples: Integers) -> tuple[Integers, Integers]:
-        """(lane, which of its draws) that reads each of some samples."""
-        lane = np.searchsorted(self.lane_starts + self.lane_counts, samples, side="right")
-        return lane, samples - self.lane_starts[lane]
-
     def runs(self, samples: Integers, extra: int) -> Records:
         """The runs of tokens of samples, sample by sample: RUN records, whose `item` is a place in
         `samples`.
@@ -84,28 +77,6 @@ class EpochRemainder:
                 return runs[:count]
             runs = np.empty(count, RUN)
 
-    def samples_with(self, file: int, start: int, stop: int) -> Integers:
-        """The numbers of its samples that have tokens [start, stop) of a file, ascending; in closed
-        form. The extra token after a sample is not counted here.
-        """
-        samples = np.empty(0, np.int64)
-        while True:
-            count = remainder_samples_using(
-                file,
-                start,
-                stop,
-                *self._epochs,
-                self._by_place,
-                self.length,
-                *self.layout,
-                samples,
-            )
-            if count <= len(samples):
-                numbers = np.unique(samples[:count])
-                # the tokens after the last sample are too few for one
-                return numbers[numbers < self.samples]
-            samples = np.empty(count, np.int64)
-
     def unread_after(self, drawn: Integers) -> Records:
         """What is unread of it when each lane has made `drawn` draws; last the tokens too few for a
         sample.
@@ -116,20 +87,6 @@ class EpochRemainder:
         stop = np.append((self.lane_starts + self.lane_counts) * self.length, self.tokens)
         slices = np.empty(len(self.intervals) + len(first), INTERVAL)
         return slices[: slice_intervals(first, stop, self.intervals, slices)]
-
-    @cached_property
-    def _by_place(self) -> Records:
-        """Intervals by dataset, kind, which and low."""
-        fields = ("low", "which", "kind", "dataset")
-        return self.intervals[np.lexsort([self.intervals[field] for field in fields])]
-
-    @cached_property
-    def _epochs(self) -> tuple[Integers, Integers]:
-        """The epochs [first, last) that have intervals, of each dataset of the layout."""
-        first = np.empty(len(self.layout.datasets), np.int64)
-        last = np.empty(len(self.layout.datasets), np.int64)
-        epochs_of_intervals(self.intervals, self.layout.datasets, first, last)
-        return first, last
 
 
 def remainder_of(

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from streammega.config import MAX_DATASETS, DataConfig
 from streammega.dataset import cached_arrays
-from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
@@ -24,10 +23,7 @@ from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.megatron import blend_indices, normalized
-from streammega.order.megatron_inverse import samples_of_blend
-from streammega.order.stream_inverse import TokenUses
 from streammega.order.stream_order import USAGE
-from streammega.samples.document_names import DocumentName
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, remove_loss, shared_folder
 from streammega.samples.source import SegmentSource, Span
@@ -164,20 +160,6 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             drawn = self.dataset_index[start:stop]
             usage["samples"] += np.bincount(drawn, minlength=len(self.datasets))
         return usage
-
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """The uses in the document's dataset that the blend takes."""
-        dataset = self.datasets[name.dataset]
-        uses = dataset.document_uses(shards, name, len(dataset))
-        sample_of = samples_of_blend(
-            self.dataset_index, self.dataset_sample_index, name.dataset, uses.sample
-        )
-        # a sample that the blend does not take is put after its end
-        samples = np.array([sample_of.get(one, end) for one in uses.sample.tolist()], np.int64)
-        before = samples < end
-        return TokenUses(samples[before], uses.start[before], uses.stop[before])
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""

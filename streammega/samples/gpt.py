@@ -7,9 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
 from streammega.dataset import IndexedDataset, cached_arrays
-from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.local_cache import SharedFolder, cache_folder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.cached_property import cached_property
@@ -34,11 +33,8 @@ from streammega.order.megatron import (
     index_kinds,
     locate_gpt,
 )
-from streammega.order.megatron_inverse import gpt_token_uses
-from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import USAGE
 from streammega.samples.derived_fields import Batch, check_mask_is_there
-from streammega.samples.document_names import DocumentName
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_of
 from streammega.samples.packed import check_packing, one_row_per_document, trim_padding
@@ -248,26 +244,6 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         usage["samples"] = sum(stop - start for start, stop in spans)
         return usage
 
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """Found by a scan of the built indices."""
-        parts = []
-        for unit in _units_of(self, shards, name):
-            extra = int(self._has_extra_token)
-            uses = gpt_token_uses(
-                self.indices, unit.length, extra, unit.number, unit.start, unit.stop
-            )
-            before = uses.sample < end
-            parts.append(
-                TokenUses(
-                    uses.sample[before],
-                    uses.start[before] + unit.shift,
-                    uses.stop[before] + unit.shift,
-                )
-            )
-        return concatenate_uses(parts)
-
     @cached_property
     def _lengths(self) -> NDArray[np.int32]:
         """Tokens of each sequence, or bin."""
@@ -377,39 +353,3 @@ def remove_loss(fields: Batch) -> None:
     check_mask_is_there(list(fields))
     if "loss_mask" in fields:
         fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
-
-
-class _Unit(NamedTuple):
-    """Tokens [start, stop) of a unit that the Megatron order shuffles, which has `length` tokens.
-    In their document they begin `shift` tokens later.
-    """
-
-    number: int
-    length: int
-    start: int
-    stop: int
-    shift: int
-
-
-def _units_of(
-    dataset: GPTDataset, shards: Sequence[ShardDocuments], name: DocumentName
-) -> Iterator[_Unit]:
-    """The units that hold a document, and its tokens in each: its sequences, or the bins of a
-    packed dataset.
-    """
-    documents = shards[name.shard]
-    earlier = shards[: name.shard]
-    bin_tokens = dataset.indexed.bin_tokens
-    if bin_tokens is not None:
-        bins_before = sum(shard.num_tokens // bin_tokens for shard in earlier)
-        for run in documents.tokens_of(name.document):
-            number, start = divmod(run.file_start, bin_tokens)
-            stop = start + run.stop - run.start
-            yield _Unit(bins_before + number, bin_tokens, start, stop, run.start - start)
-        return
-    first = sum(shard.num_sequences for shard in earlier)
-    tokens_before = 0
-    for sequence in documents.sequences_of(name.document):
-        length = int(dataset.indexed.sequence_lengths[first + sequence])
-        yield _Unit(first + sequence, length, 0, length, tokens_before)
-        tokens_before += length

@@ -16,16 +16,13 @@ import numpy as np
 
 from streammega.config import DataConfig, Segment
 from streammega.dataset import IndexedDataset
-from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
-from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_split
-from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.packed import check_one_kind
@@ -82,22 +79,6 @@ class MegatronSegment(SegmentSource):
         """Counted over the built indices."""
         shift = self.first_sample
         return self.samples.usage([(start - shift, stop - shift) for start, stop in spans])
-
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """The uses in each place of the blend that has the dataset.
-
-        SampleSource calls this only for phases that begin before `end`, and `end` is never behind the
-        next phase's first sample. `samples` may have more than the phase, so `end` has to be kept.
-        """
-        shift = self.first_sample
-        parts = []
-        for place in np.flatnonzero(self.dataset_numbers == name.dataset).tolist():
-            here = name._replace(dataset=place)
-            uses = self.samples.document_uses(shards, here, end - shift)
-            parts.append(TokenUses(uses.sample + shift, uses.start, uses.stop))
-        return concatenate_uses(parts)
 
 
 def open_megatron_segments(config: DataConfig, split: str, num_samples: int) -> SampleSource:

@@ -7,19 +7,23 @@ document      ──►  samples, and which tokens they read      uses
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from streammega.config import DataConfig
+from streammega.config import MAX_SAMPLES, DataConfig
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
+from streammega.kernels import num_threads
+from streammega.kernels.documents import find_overlaps
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.samples.auto_append import recorded
@@ -28,9 +32,9 @@ from streammega.samples.fetch import Ids
 from streammega.samples.loss_masks import NO_JOINS
 from streammega.samples.open import check_sample_ids, open_source
 from streammega.samples.segments import prefixes_of
-from streammega.samples.source import SampleSource, joins_of
+from streammega.samples.source import SampleSource, file_of_rows, joins_of
 from streammega.storage.progress import ProgressObserver
-from streammega.storage.thread_pool import parallel_map
+from streammega.storage.thread_pool import ordered_map, parallel_map
 
 Integers = NDArray[np.int64]
 
@@ -72,13 +76,31 @@ class TracedSample:
     joins: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentUse:
+class DocumentUse(NamedTuple):
     """One sample that reads tokens [start, stop) of a document."""
 
+    document: DocumentName
     sample: int
     start: int
     stop: int
+
+
+class Intervals(NamedTuple):
+    """Tokens [low, high) of files that documents have, by file and token.
+
+    first [files + 1]: the first interval of each file. shift: the token of the file at which the
+    document would begin.
+    """
+
+    first: Integers
+    low: Integers
+    high: Integers
+    shift: Integers
+    documents: Sequence[DocumentName]
+
+
+SCANNED_AT_ONCE = 1 << 16
+"""Samples that a thread locates at once, some 10 ms of work: bounds the memory."""
 
 
 class Provenance:
@@ -184,19 +206,85 @@ class Provenance:
         stored = self.shards(name.dataset)[name.shard].origins
         return None if stored is None else stored[name.document]
 
-    def uses(self, name: DocumentName, end: int | None = None) -> list[DocumentUse]:
-        """Every sample before `end` that reads tokens of a document, in order.
+    def uses(
+        self,
+        documents: Sequence[DocumentName],
+        *,
+        start: int = 0,
+        end: int | None = None,
+        progress: ProgressObserver | None = None,
+    ) -> Generator[DocumentUse]:
+        """Every sample of [start, end) that reads tokens of some documents, in the order of samples.
 
-        The stream order has a closed form; other orders scan the built indices. `end` None: all
-        samples; the stream order without num_samples needs an end.
+        One scan of the samples finds the uses of all documents, in threads; it yields what it has found
+        so far. end: None: the last sample; the stream order without num_samples needs an end. progress:
+        receives samples that were scanned.
         """
         samples = self.source.num_samples
         if end is None and samples is None:
             raise ConfigError("the stream has no end: give `end`, the sample up to which to search")
         last = min(limit for limit in (end, samples) if limit is not None)
-        uses = self.source.document_uses(self.shards(name.dataset), name, last)
-        columns = zip(uses.sample.tolist(), uses.start.tolist(), uses.stop.tolist(), strict=True)
-        return [DocumentUse(sample=sample, start=a, stop=b) for sample, a, b in columns]
+        if not 0 <= start <= last <= MAX_SAMPLES:
+            raise ConfigError(
+                f"samples {start} to {last} cannot be searched: give start and end within the "
+                f"{samples or MAX_SAMPLES} samples that there may be"
+            )
+        intervals = self._intervals(documents)
+        progress = progress or ProgressObserver()
+        progress.begin("tracing", last - start, " samples")
+        stretches = (
+            range(first, min(first + SCANNED_AT_ONCE, last))
+            for first in range(start, last, SCANNED_AT_ONCE)
+        )
+        scan = partial(self._scan, intervals)
+        for stretch, uses in ordered_map(scan, stretches, num_threads()):
+            yield from uses
+            progress.advance(len(stretch))
+
+    def _intervals(self, documents: Sequence[DocumentName]) -> Intervals:
+        """Where documents are in the files of extents."""
+        rows = []
+        for name in dict.fromkeys(documents):
+            file = self._first_files[name.dataset]
+            shard_start = 0
+            if self.source.has_file_per_shard:
+                file += name.shard
+            else:
+                shard_start = int(self._token_bounds(name.dataset)[name.shard])
+            for run in self.shards(name.dataset)[name.shard].tokens_of(name.document):
+                low = shard_start + run.file_start
+                rows.append((file, low, low + run.stop - run.start, low - run.start, name))
+        rows.sort()
+        files, lows, highs, shifts = np.array([row[:4] for row in rows], np.int64).reshape(-1, 4).T
+        num_files = sum(len(files) for files in self.source.files)
+        return Intervals(
+            first=np.searchsorted(files, np.arange(num_files + 1)),
+            low=np.ascontiguousarray(lows),
+            high=np.ascontiguousarray(highs),
+            shift=shifts,
+            documents=[row[4] for row in rows],
+        )
+
+    def _scan(self, intervals: Intervals, stretch: range) -> tuple[range, list[DocumentUse]]:
+        """The samples of a stretch that read tokens of some intervals."""
+        sample_ids = np.arange(stretch.start, stretch.stop)
+        extents = self.source.locate(sample_ids)
+        file = file_of_rows(self.source.files, extents)
+        start, stop = extents.start, extents.stop
+        row = place = np.empty(0, np.int64)
+        while True:
+            count = find_overlaps(
+                file, start, stop, intervals.first, intervals.low, intervals.high, row, place
+            )
+            if count <= len(row):
+                break
+            row, place = np.empty((2, count), np.int64)
+        sample = sample_ids[np.searchsorted(extents.row_splits, row, side="right") - 1]
+        low = np.maximum(start[row], intervals.low[place]) - intervals.shift[place]
+        high = np.minimum(stop[row], intervals.high[place]) - intervals.shift[place]
+        columns = zip(place.tolist(), sample.tolist(), low.tolist(), high.tolist(), strict=True)
+        uses = [DocumentUse(intervals.documents[k], n, a, b) for k, n, a, b in columns]
+        return stretch, sorted(uses, key=lambda use: (use.sample, use))
 
     def dataset_name(self, dataset: int) -> str:
         """A dataset as the config names it, without secrets."""

@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
-from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import PHASES
-from streammega.order.stream_inverse import TokenUses, concatenate_uses
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import (
     Batch,
@@ -30,7 +28,6 @@ from streammega.samples.derived_fields import (
     make_fields,
     new_memory,
 )
-from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import (
     ExcludedTokens,
     ExclusionMask,
@@ -89,14 +86,6 @@ class SegmentSource(ABC):
     @abstractmethod
     def usage(self, spans: Sequence[Span]) -> Records:
         """What spans of samples take from each of its datasets: USAGE [datasets]."""
-
-    @abstractmethod
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, and which tokens. shards: those
-        of its dataset.
-        """
 
     def later_identity(self) -> dict[str, Any]:
         """What defines a later segment: its identity without what all segments share."""
@@ -306,19 +295,6 @@ class SampleSource:
         # equal to the identity of a run without phases, as long as none has begun
         phases = {str(number): segment.later_identity() for number, segment in begun.items()}
         return identity | {PHASES: phases} if phases else identity
-
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """The samples before `end` that read tokens of a document, in order, and which tokens.
-        shards: those of its dataset.
-        """
-        uses = []
-        ends = [segment.first_sample for segment in self.segments[1:]] + [end]
-        for segment, segment_end in zip(self.segments, ends, strict=True):
-            if segment.first_sample < end:
-                uses.append(segment.document_uses(shards, name, min(end, segment_end)))
-        return concatenate_uses(uses)
 
 
 def masks_by_files(source: SampleSource | SegmentSource) -> bool:

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from streammega.config import DataConfig
-from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records, StreamDataset, dataset_samples
 from streammega.order.megatron import normalized
 from streammega.order.split import SPLITS
-from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import (
     LANES_LIMIT,
     STREAM_VERSION,
@@ -30,7 +28,6 @@ from streammega.order.stream_order import (
     default_lanes,
     usage_of,
 )
-from streammega.samples.document_names import DocumentName
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.packed import are_packed, check_one_kind, check_packing, trim_padding
 from streammega.samples.segments import (
@@ -143,23 +140,6 @@ class StreamSegment(SegmentSource):
         """Counted from the order alone: no sample is located."""
         return usage_of(self.order, spans)
 
-    def document_uses(
-        self, shards: Sequence[ShardDocuments], name: DocumentName, end: int
-    ) -> TokenUses:
-        """In closed form: no sample is scanned."""
-        dataset, file = self._place_in_order(name)
-        parts = []
-        for run in shards[name.shard].tokens_of(name.document):
-            stop = run.file_start + run.stop - run.start
-            shift = run.start - run.file_start
-            uses = samples_using_tokens(self.order, dataset, file, run.file_start, stop, end)
-            parts.append(TokenUses(uses.sample, uses.start + shift, uses.stop + shift))
-        return concatenate_uses(parts)
-
-    def _place_in_order(self, name: DocumentName) -> tuple[int, int]:
-        """The dataset of the order that has a document's shard, and its file there."""
-        return name.dataset, name.shard
-
 
 class EpochSegment(StreamSegment):
     """Every sample of all datasets once: one epoch of a dataset that is all of them, end to end.
@@ -210,9 +190,6 @@ class EpochSegment(StreamSegment):
             dataset = self.locate(np.arange(start, stop)).dataset
             usage["samples"] += np.bincount(dataset, minlength=len(usage))
         return usage
-
-    def _place_in_order(self, name: DocumentName) -> tuple[int, int]:
-        return 0, int(self._first_files[name.dataset]) + name.shard
 
 
 class StreamSource(SampleSource):

@@ -12,7 +12,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -184,6 +185,29 @@ def parallel_map(
     if len(listed) == 1:
         return [pool.call(partial(function, listed[0]))]
     return pool.map(function, listed)
+
+
+def ordered_map(
+    function: Callable[[Item], Result], items: Iterable[Item], max_threads: int
+) -> Iterator[Result]:
+    """`function` of each item by at most so many threads: results in the order of the items, each as
+    soon as it is there. Items are taken a few ahead. What was begun ahead is not wanted any more after
+    an error, Ctrl-C, or the end of this iterator.
+    """
+    pool = Pool(max_threads, "streammega-map", idle_timeout=0.0)
+    ahead: deque[Batch] = deque()
+    try:
+        for item in items:
+            ahead.append(pool.begin(function, [item]))
+            if len(ahead) > 2 * max_threads:
+                (result,) = ahead.popleft().wait()
+                yield result
+        while ahead:
+            (result,) = ahead.popleft().wait()
+            yield result
+    finally:
+        for batch in ahead:
+            batch.stop.set()
 
 
 def _counted(function: Callable[[Item], Result]) -> Callable[[Item], Result]:

@@ -178,7 +178,7 @@ def test_documents_have_lengths_modes_origins_and_their_text(site: FlaskClient) 
 
 @pytest.mark.guarantee("view-shows-run")
 def test_the_steps_that_read_a_document_are_those_that_show_it(site: FlaskClient) -> None:
-    page = site.get("/dataset/2/document/4?uses=1").text
+    page = site.get("/dataset/2/document/4?uses=0").text
     steps = [int(step) for step in re.findall(r"/step\?step=(\d+)\"", page)]
     assert steps
     for step in steps:

@@ -645,7 +645,7 @@ def test_documents_are_traced_to_samples_and_back(
         for run in traced.runs:
             piece = tokens[run.column : run.column + run.stop - run.start]
             assert piece in pieces
-            readings = traces.uses(run.name, 48)
+            readings = list(traces.uses([run.name], end=48))
             whole = [(reading.start, reading.stop) for reading in readings]
             assert traced.sample in [reading.sample for reading in readings]
             assert set(whole) == {(0, len(piece))}

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig, kernels
+from streammega.kernels.documents import find_overlaps
 from streammega.kernels.fields import (
     MIN_MODE,
     clear_unlearned,
@@ -349,3 +350,34 @@ def test_empty_sequences_are_left_out_of_a_sample_that_has_more_than_tokens() ->
     assert bounds.tolist() == [[0, 1, 2, 3]]
     assert longest.tolist() == [1]
     assert not positions.any()
+
+
+@given(data=st.data())
+def test_rows_and_the_intervals_that_they_overlap_are_those_of_a_comparison_of_all(
+    data: st.DataObject,
+) -> None:
+    cuts = [
+        sorted(data.draw(st.sets(st.integers(0, 60), max_size=12), label="cuts")) for _ in range(3)
+    ]
+    intervals = [
+        (file, low, high)
+        for file, of_file in enumerate(cuts)
+        for low, high in pairwise(of_file)
+        if data.draw(st.booleans())
+    ]
+    starts = st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 30))
+    rows = data.draw(st.lists(starts, max_size=20), label="rows")
+    expected = [
+        (number, place)
+        for number, (file, start, size) in enumerate(rows)
+        for place, (of_file, low, high) in enumerate(intervals)
+        if file == of_file and max(start, low) < min(start + size, high)
+    ]
+    file, start, size = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+    of_file, low, high = np.array(intervals, np.int64).reshape(-1, 3).T.copy()
+    first = np.searchsorted(of_file, np.arange(4))
+    row, place = np.full((2, len(expected) + 1), -1)
+    arguments = (file, start, start + size, first, low, high)
+    assert find_overlaps(*arguments, row[:0], place[:0]) == len(expected)
+    assert find_overlaps(*arguments, row[:-1], place[:-1]) == len(expected)
+    assert list(zip(row.tolist(), place.tolist(), strict=True)) == [*expected, (-1, -1)]

@@ -187,7 +187,7 @@ def test_documents_are_found_in_every_phase(data: Path) -> None:
     for sample in (0, 59, 60, 95, 96, SAMPLES - 1):
         (traced,) = provenance.trace([sample])
         for run in traced.runs:
-            found = provenance.uses(run.name, SAMPLES)
+            found = provenance.uses([run.name], end=SAMPLES)
             assert (sample, run.start) in [(one.sample, one.start) for one in found]
     tokens, sizes = provenance.tokens([0, 60])
     assert tokens.shape == (2, 25)

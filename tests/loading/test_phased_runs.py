@@ -360,10 +360,11 @@ def test_a_longer_sample_is_batched_and_traced_as_it_is_read(data: Path) -> None
     for sample in provenance.trace(np.arange(480)):
         for run in sample.runs:
             scanned.setdefault(run.name, []).append((sample.sample, run.start, run.stop))
+    found: dict[DocumentName, list[tuple[int, int, int]]] = {}
+    for use in provenance.uses(list(scanned), end=480):
+        found.setdefault(use.document, []).append((use.sample, use.start, use.stop))
     for name, expected in scanned.items():
-        readings = provenance.uses(name, 480)
-        found = [(reading.sample, reading.start, reading.stop) for reading in readings]
-        assert covered(found) == covered(expected)
+        assert covered(found[name]) == covered(expected)
 
 
 def covered(readings: list[tuple[int, int, int]]) -> set[tuple[int, int]]:
@@ -528,7 +529,7 @@ def test_documents_are_traced_over_all_phases(data: Path) -> None:
         for sample in (first, last):
             (traced,) = provenance.trace([sample])
             assert all(run.dataset == f"{data}/{name}" for run in traced.runs)
-            readings = provenance.uses(traced.runs[0].name, END)
+            readings = provenance.uses([traced.runs[0].name], end=END)
             assert sample in [reading.sample for reading in readings]
 
 

@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 
 from streammega.config import PhaseConfig, Segment
 from streammega.errors import ConfigError
-from streammega.kernels.remainder import remainder_samples_using
 from streammega.kernels.stream import choose
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.epoch_remainder import EpochRemainder, remainder_of
 from streammega.order.extents import Extents, merge_extents
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.stream_inverse import TokenUses, concatenate_uses, samples_using_tokens
 from streammega.order.stream_order import StreamOrder, usage_of
 
 LENGTH = 5
@@ -54,14 +52,6 @@ class PhasedOrder:
             here = np.flatnonzero(phases == number)
             parts.append((here, self.phases[number].locate(sample_ids[here])))
         return merge_extents(parts)
-
-    def uses(self, dataset: int, file: int, start: int, stop: int, end: int) -> TokenUses:
-        return concatenate_uses(
-            [
-                samples_using_tokens(phase, dataset, file, start, stop, min(end, phase_end or end))
-                for phase, phase_end in zip(self.phases, self.ends, strict=True)
-            ]
-        )
 
 
 def chain_of(first: StreamOrder, later: Sequence[dict[str, Any]]) -> PhasedOrder:
@@ -358,85 +348,6 @@ def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, sa
             np.testing.assert_array_equal(phase.counts(samples), counts)
 
 
-@pytest.mark.guarantee("steps-document-seen", "phases-lane-goes")
-@pytest.mark.parametrize(
-    "cut_anew", [False, pytest.param(True, id="samples and lanes change within epochs")]
-)
-@given(data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_which_samples_read_given_tokens_is_told_over_all_phases(
-    cut_anew: bool, data: st.DataObject
-) -> None:
-    order = data.draw(chains(cut_anew=cut_anew))
-    end = data.draw(st.integers(0, length_of(order)))
-    start = data.draw(st.integers(0, 300))
-    stop = start + data.draw(st.integers(1, 40))
-    tokens = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)), start, stop)
-    assert readings_of(order.uses(*tokens, end)) == scanned(order, *tokens, end)
-
-
-def readings_of(readings: TokenUses) -> list[tuple[int, int, int]]:
-    columns = (readings.sample, readings.start, readings.stop)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def scanned(
-    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
-) -> list[tuple[int, int, int]]:
-    """The same by looking at every sample."""
-    located = order.locate(np.arange(end))
-    sample = np.repeat(np.arange(end), np.diff(located.row_splits))
-    low = np.maximum(located.start, start)
-    high = np.minimum(located.stop, stop)
-    reads = (located.dataset == dataset) & (located.file == file) & (low < high)
-    found = zip(sample[reads].tolist(), low[reads].tolist(), high[reads].tolist(), strict=True)
-    return sorted(found)
-
-
-@pytest.mark.guarantee("steps-document-seen")
-def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> None:
-    """Of lengths, lanes and datasets, between phases of hundreds of millions of samples: no sample
-    is looked through.
-    """
-    parts = [FilePart(file=n, start=n, tokens=400_000_000 + 77 * n) for n in range(5)]
-    datasets = [StreamDataset(parts=parts, itemsize=2) for _ in range(3)]
-    first = StreamOrder(
-        datasets=datasets[:2],
-        weights=[0.9, 0.1],
-        sequence_length=128,
-        extra_token=True,
-        seed=5,
-        lanes=96,
-    )
-    shapes = [(256, 96), (100, 60), (128, 96), (90_000, 96)]
-    later = [
-        {
-            "first_sample": 400_000_000 * number,
-            "numbers": [0, 1, 2][number % 2 :],
-            "datasets": datasets[number % 2 :],
-            "weights": [0.9, 0.1, 0.4][number % 2 :],
-            "sequence_length": length,
-            "lanes": lanes,
-        }
-        for number, (length, lanes) in enumerate(shapes, 1)
-    ]
-    order = chain_of(first, later)
-    ends = [end or 1_601_000_000 for end in order.ends]
-    rng = np.random.default_rng(0)
-    joined = 0
-    for phase, end in zip(order.phases, ends, strict=True):
-        # within what former epochs had left, and anywhere
-        spans = (1000, 10**6, end - phase.first_sample)
-        for sample in phase.first_sample + np.concatenate([rng.integers(0, n, 5) for n in spans]):
-            located = order.locate(np.array([sample]))
-            joined += len(located.start) > 1
-            for dataset, file, start, stop in rows(located):
-                found = order.uses(dataset, file, start, stop, int(sample) + 1)
-                mine = found.sample == sample
-                assert (start, stop) in zip(found.start[mine], found.stop[mine], strict=True)
-    assert joined >= 5
-
-
 @pytest.mark.guarantee("ranks-micro-batches")
 @given(order=chains())
 @settings(deadline=None)
@@ -499,26 +410,6 @@ def some_remainders() -> Iterator[EpochRemainder]:
             rest = remainder_of(layout, None, drawn, length=7, lanes=3)
             assert rest is not None
             yield rest
-
-
-@pytest.mark.guarantee("steps-document-seen")
-def test_every_sample_of_a_remainder_is_found_by_its_tokens() -> None:
-    """Also where whole blocks are left of one epoch, and draws of lanes that are behind of others."""
-    for rest in some_remainders():
-        for run in rest.runs(np.arange(rest.samples), 0):
-            place = (int(run["file"]), int(run["start"]), int(run["stop"]))
-            assert run["item"] in rest.samples_with(*place)
-
-
-def test_samples_of_a_remainder_without_room_are_counted_and_not_written() -> None:
-    for rest in some_remainders():
-        whole = (0, 0, 1 << 40, *rest._epochs, rest._by_place, rest.length, *rest.layout)
-        numbers = np.empty(10_000, np.int64)
-        count = remainder_samples_using(*whole, numbers)
-        assert 2 < count < len(numbers)
-        short = np.full(count, -1)
-        assert remainder_samples_using(*whole, short[:2]) == count
-        assert short.tolist() == [*numbers[:2].tolist(), *[-1] * (count - 2)]
 
 
 def test_golden_remainders() -> None:

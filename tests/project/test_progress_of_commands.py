@@ -135,9 +135,9 @@ CASES = {
     "trace run.toml --step 1": [f"opening: .*, steps: +{METER}", f"tracing: +{METER} samples"],
     "trace run.toml --find needle --tokenizer bytes": [
         f"searching: +{METER}B/s",
-        f"tracing: +{METER} documents",
+        f"tracing: +{METER} samples",
     ],
-    "trace run.toml --excluded": [f"tracing: +{METER} documents"],
+    "trace run.toml --excluded": [f"tracing: +{METER} samples"],
     "order-report run.toml": [f"measuring: +{METER} steps"],
     "order-report web --sequence-length 8 --steps 1": [f"measuring: +{METER} steps"],
     "diff-orders run.toml other.toml": [f"comparing: +{METER} samples"],

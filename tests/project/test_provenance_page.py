@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import streammega
 from streammega.cli.main import main
 from streammega.cli.render import show_report
+from streammega.samples.provenance import DocumentUse, Provenance
 from tests.project.test_pages import blocks
 
 
@@ -124,10 +127,13 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
         ("--step 1 --sample 1", "give one of --step"),
         ("--step 1 --rank 0", "say by --ranks how many"),
         ("--step 101", "the run's last is 100; to look further, add train.train_iters=101"),
-        ("--find a-3 --last-step 0", "--last-step 0: steps are counted from 1"),
+        ("--find a-3 --steps 0:2", "--steps 0: steps are counted from 1"),
+        ("--find a-3 --steps 2:2", "--steps 2:2: is empty"),
+        ("--find a-3 --steps 90:103", "--steps 102: steps are counted from 1"),
+        ("--find a-3 --steps 3", "write it as START:STOP"),
         ("--find a-3 --tokens 0:8", "--tokens goes with --step or --sample only"),
         ("--sample 1 --rank 0", "--rank 0: goes with --step"),
-        ("--step 1 --last-step 2", "--last-step 2: goes with --find"),
+        ("--step 1 --steps 1:2", "--steps 1:2: goes with --find"),
         ("--step 1 --ranks 3", "not a multiple"),
         ("--sample 1 --tokens 5", "write it as START:STOP"),
         ("--find owl", "give the --tokenizer"),
@@ -135,7 +141,7 @@ def test_every_page_has_a_title_and_no_table_within_a_table(
         ("--find data/web#3", "data/web has 3 documents, numbered from 0"),
         ("--sample -1", "sample ids run from -1 to -1; train has those from 0 on"),
         (f"--sample {10**20}", "no run has so many samples"),
-        (f"--find a-3 train.train_iters={10**30}", "a number is too large"),
+        (f"--find a-3 train.train_iters={10**30}", "cannot be searched: give start and end"),
         ("--find data/web#²", "no document is called"),
         ("--find ''", "no document is called ''"),
         ("--sample 1 --tokens 17:20", "tokens 17:20 are beyond a sample, which has 17"),
@@ -148,6 +154,23 @@ def test_wrong_use_is_told_in_words(
 ) -> None:
     assert main(["trace", "run.toml", *shlex.split(arguments)]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("corpus")
+def test_ctrl_c_ends_a_search_and_prints_what_was_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = Provenance.uses
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[DocumentUse]:
+        yield from islice(uses(*arguments, **options), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Provenance, "uses", interrupted)
+    assert main(["trace", "run.toml", "--find", "a-3", "--json"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"]
+    assert [use["sample"] for use in report["documents"][0]["uses"]] == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("corpus")
@@ -178,9 +201,9 @@ def test_a_report_of_what_is_excluded_counts_each_token_once(
 ) -> None:
     skips = 'data.exclude_documents=\'[[8, ["a-2"]], [40, ["a-3", "a-2"]]]\' data.eod_id=256'
     command = f"streammega trace run.toml {skips} --json"
-    report = json.loads(run(f"{command} --excluded --last-step 9", capsys))
+    report = json.loads(run(f"{command} --excluded --steps 1:10", capsys))
     readings = {
-        words: json.loads(run(f"{command} --find {words} --last-step 9", capsys))["documents"][0]
+        words: json.loads(run(f"{command} --find {words} --steps 1:10", capsys))["documents"][0]
         for words in ("a-2", "a-3")
     }
     assert [report["excluded_documents"], report["seen_before"]] == [2, 2]

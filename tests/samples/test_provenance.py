@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import rank_of, rank_samples
 from streammega.samples.document_names import DocumentName
 from streammega.samples.provenance import Provenance, TracedSample, documents_with
+from streammega.storage.progress import ProgressObserver
 
 Documents = dict[str, list[np.ndarray]]
 """The tokens of the documents of each shard, by its prefix."""
@@ -150,15 +152,55 @@ def test_the_readings_of_a_document_are_those_of_a_scan(
         for run in sample.runs:
             readings = scanned.setdefault(run.name, [])
             readings.append((sample.sample, run.start, run.stop))
+    documents: list[DocumentName] = []
     for dataset in range(1 if alone else 2):
         for shard, shard_documents in enumerate(provenance.shards(dataset)):
             for document in range(0, shard_documents.num_documents, 7):
                 name = DocumentName(dataset=dataset, shard=shard, document=document)
-                found = [
-                    (reading.sample, reading.start, reading.stop)
-                    for reading in provenance.uses(name, SAMPLES)
-                ]
-                assert joined(found) == joined(sorted(scanned.get(name, [])))
+                documents.append(name)
+    found: dict[DocumentName, list[tuple[int, int, int]]] = {name: [] for name in documents}
+    for use in provenance.uses(documents, end=SAMPLES):
+        found[use.document].append((use.sample, use.start, use.stop))
+    for name in documents:
+        assert joined(found[name]) == joined(sorted(scanned.get(name, [])))
+
+
+@pytest.mark.guarantee("steps-document-seen")
+def test_a_search_tells_uses_in_the_order_of_samples_while_it_goes(
+    corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = corpus
+    monkeypatch.setattr("streammega.samples.provenance.SCANNED_AT_ONCE", 16)
+    config = replace(config_of(root, "stream"), num_samples=None)
+    provenance = Provenance(config, "train", GLOBAL_BATCH)
+    documents = [DocumentName(dataset=0, shard=0, document=number) for number in range(9)]
+    whole = list(provenance.uses([*documents, documents[0]], end=1_000))
+    assert [use.sample for use in whole] == sorted(use.sample for use in whole)
+    assert {use.document for use in whole} == set(documents)
+    for portions in ([0, 1_000], [0, 16, 17, 999, 1_000]):
+        parts = [provenance.uses(documents, start=a, end=b) for a, b in pairwise(portions)]
+        assert [use for part in parts for use in part] == whole
+    assert list(provenance.uses(documents, start=7, end=7)) == []
+    assert list(provenance.uses([], end=100)) == []
+    counted = Counted()
+    endless = provenance.uses(documents, end=1 << 40, progress=counted)
+    assert list(islice(endless, len(whole))) == whole
+    endless.close()
+    assert counted.total == 1 << 40
+    assert 16 <= counted.done < 10_000
+    with pytest.raises(ConfigError, match="give `end`"):
+        next(provenance.uses(documents))
+
+
+class Counted(ProgressObserver):
+    def __init__(self) -> None:
+        self.total = self.done = 0
+
+    def begin(self, stage: str, total: int | None = None, unit: str = "B") -> None:
+        self.total = total or 0
+
+    def advance(self, size: int, tokens: int = 0) -> None:
+        self.done += size
 
 
 def joined(readings: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
