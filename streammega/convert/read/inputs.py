@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
@@ -23,6 +24,7 @@ from streammega.convert.read.selection import (
     drop_inputs,
     drop_own_output,
     drop_repeats,
+    folders_between,
     keep_known_formats,
     keep_one_split,
 )
@@ -52,6 +54,8 @@ log = logging.getLogger(__name__)
 Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Names of inputs. A single one needs no list."""
 DATASETS = "streammega datasets among files of other formats"
+LITDATA_CHUNK = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin")
+"""Names of litdata's chunks, which would pass for raw ids."""
 NOT_IN_INDEX = "next to shards whose index does not name them"
 
 
@@ -235,10 +239,14 @@ class _Files:
         self._known = known
         self._rows = {row.path: row for row in rows}
         """Those that are not part of an input yet."""
+        self._splits: dict[str, str] = {}
+        """The splits that folders are by the list of the library that wrote them."""
 
     def inputs(self) -> list[Input]:
         """All inputs, by the order of their paths."""
         inputs = self._folders_of_loaders()
+        if self._skipped is not None:
+            self._keep_listed()
         manifest_of, manifests = self._manifests()
         for path, row in list(self._rows.items()):
             if path not in self._rows:  # a part of an earlier one
@@ -257,6 +265,11 @@ class _Files:
         return sorted(inputs, key=lambda item: item.path)
 
     def _input(self, row: Row, file_format: str, path: str | None = None) -> Input:
+        if file_format == "raw" and LITDATA_CHUNK.fullmatch(os.path.basename(row.path)):
+            raise ConvertError(
+                f"{row.path}: is a chunk of litdata by its name, not raw ids; name its folder, whose "
+                f"index.json says how it is read (without one litdata did not finish it)"
+            )
         row = self._with_size(row)
         return Input(
             path=(row.path if path is None else path) + self._place.chain,
@@ -265,6 +278,7 @@ class _Files:
             etag=row.etag,
             query=self._place.query,
             identity=row.identity,
+            split=self._splits.get(row.path.rpartition("/")[0], ""),
         )
 
     def _with_size(self, row: Row) -> Row:
@@ -273,26 +287,88 @@ class _Files:
         return row._replace(size=max(0, row.size))
 
     def _folders_of_loaders(self) -> list[Input]:
-        """Folders of MDS and litdata."""
+        """Folders of MDS and litdata. An index that names shards of folders below counts alone: their
+        own indices say the same again.
+        """
         folders = []
+        paths_of_folder = self._paths_of_folder()
+        for folder in sorted(paths_of_folder, key=len):  # those above come first
+            index_path = os.path.join(folder, "index.json")
+            if index_path not in self._rows:
+                continue
+            index = _loader_index(self._place.read(index_path))
+            if index is None:
+                continue
+            item = self._input(self._rows[index_path], index.format, folder or ".")
+            shards = [_below(folder, name) for name in index.shards]
+            folders.append(replace(item, parts=(index_path, *shards)))
+            named = {index_path, *shards, *(_below(folder, name) for name in index.other_forms)}
+            for held in sorted(folders_between(folder, shards)):
+                paths = [path for path in paths_of_folder.get(held, ()) if path in self._rows]
+                self._leave_out([path for path in paths if path not in named])
+                for path in named.intersection(paths):
+                    del self._rows[path]
+        return folders
+
+    def _keep_listed(self) -> None:
+        """Of what `save_to_disk` of the datasets library wrote, the files and splits that it lists.
+
+        `map` leaves caches beside them; a split may be of an earlier save. Raises ConvertError where
+        the list cannot be followed, ObjectNotFoundError for a file of it that is not there.
+        """
+        for folder, paths in self._paths_of_folder().items():
+            if not any(format_of(path) == "arrow" for path in paths):
+                continue
+            above, _, name = folder.rpartition("/")
+            splits = self._json_of(above, "dataset_dict.json").get("splits")
+            state = self._json_of(folder, "state.json")
+            names = _saved_names(state)
+            if isinstance(splits, list):
+                self._splits[folder] = name
+            if isinstance(splits, list) and name not in splits:
+                listed = set()
+            elif names is not None:
+                listed = {_below(folder, file) for file in names}
+            elif "features" in self._json_of(folder, "dataset_info.json"):
+                # the library's own cache has no list, and names what `map` made by its fingerprint
+                listed = {path for path in paths if not os.path.basename(path).startswith("cache-")}
+            else:
+                continue
+            if state.get("_indices_data_files"):
+                raise ConvertError(
+                    f"{folder}: a list of indices chooses its rows, as old versions of datasets saved "
+                    f"them; load it by load_from_disk, and save it again"
+                )
+            missing = [] if self._known is None else sorted(listed.difference(self._known))
+            if missing:
+                raise ObjectNotFoundError(
+                    f"{missing[0]}: is not there, and the state.json next to it lists it; copy the "
+                    f"folder again"
+                )
+            self._leave_out([path for path in paths if path not in listed])
+
+    def _paths_of_folder(self) -> dict[str, list[str]]:
+        """The files that are no part of an input yet, by their folders."""
         paths_of_folder: dict[str, list[str]] = {}
         for path in self._rows:
             paths_of_folder.setdefault(path.rpartition("/")[0], []).append(path)
-        for folder, paths in paths_of_folder.items():
-            index_path = os.path.join(folder, "index.json")
-            index = _loader_index(self._place.read(index_path)) if index_path in paths else None
-            if index is None:
-                continue
-            file_format, shards = index
-            item = self._input(self._rows[index_path], file_format, folder or ".")
-            names = {"index.json", *shards}
-            parts = tuple(path for path in paths if os.path.basename(path) in names)
-            folders.append(replace(item, parts=parts))
-            for path in paths:
-                del self._rows[path]
-                if path not in parts and self._skipped is not None:
-                    self._skipped.add(NOT_IN_INDEX, path)
-        return folders
+        return paths_of_folder
+
+    def _leave_out(self, paths: Sequence[str]) -> None:
+        """Files that the list of their folder does not name."""
+        for path in paths:
+            del self._rows[path]
+        if self._skipped is not None:
+            self._skipped.add(NOT_IN_INDEX, *paths)
+
+    def _json_of(self, folder: str, name: str) -> dict[str, Any]:
+        """The object in a file of a folder; empty without one."""
+        row = self._row_of(os.path.join(folder, name))
+        try:
+            content = {} if row is None else parse_json(self._place.read(row.path))
+        except ValueError:  # of another program
+            content = {}
+        return content if isinstance(content, dict) else {}
 
     def _manifests(self) -> tuple[dict[str, str], set[str]]:
         """The manifest of each prefix of a shard that one lists, and all manifests of ours."""
@@ -345,22 +421,45 @@ class _Files:
         return self._place.file(path)
 
 
-def _loader_index(data: bytes) -> tuple[str, set[str]] | None:
-    """The format of a folder with such an index.json, and the files that it names; None: it is the
-    index of neither.
+class _LoaderIndex(NamedTuple):
+    """An index of MDS or litdata. shards: names of the files that are read; other_forms: those of
+    files that hold the same, as decompressed shards do.
     """
+
+    format: str
+    shards: list[str]
+    other_forms: list[str]
+
+
+def _loader_index(data: bytes) -> _LoaderIndex | None:
+    """The content of a folder's index.json; None: it is of another program."""
     try:
         index: Any = parse_json(data)
         shards, chunks = index.get("shards"), index.get("chunks")
         # our manifests list shards, too
         if isinstance(shards, list) and index.get("format") != MANIFEST_FORMAT:
-            files = [shard.get(name) or {} for shard in shards for name in ("raw_data", "zip_data")]
-            return "mds", {str(file.get("basename")) for file in files}
+            raw = [str((shard.get("raw_data") or {}).get("basename")) for shard in shards]
+            packed = [str((shard.get("zip_data") or {}).get("basename")) for shard in shards]
+            stored = [one if two == "None" else two for one, two in zip(raw, packed, strict=True)]
+            return _LoaderIndex("mds", stored, raw)
         if isinstance(chunks, list) and "config" in index:
-            return "litdata", {str(chunk.get("filename")) for chunk in chunks}
+            return _LoaderIndex("litdata", [str(chunk.get("filename")) for chunk in chunks], [])
     except (ValueError, AttributeError):
         pass  # no JSON, or a list or text where both have an object
     return None
+
+
+def _saved_names(state: dict[str, Any]) -> list[str] | None:
+    """The files that a state.json of `save_to_disk` lists; None: it is of another program."""
+    try:
+        return [str(file["filename"]) for file in state["_data_files"]]
+    except (TypeError, KeyError):
+        return None
+
+
+def _below(folder: str, name: str) -> str:
+    """The path of a file that an index in a folder names."""
+    return os.path.join(folder, os.path.normpath(name))
 
 
 def _shard_names(data: bytes) -> list[str]:

@@ -265,13 +265,30 @@ def keep_known_formats(
 
 
 def drop_repeats(inputs: list[Input], skipped: SkippedFiles) -> list[Input]:
-    """All but the later names of one file."""
+    """All but the later names of one file, and folders whose shards another's index names."""
     first = {}
     for item in reversed(inputs):
         first[item.identity] = item
-    return drop_inputs(
-        inputs, [item for item in inputs if first[item.identity] is not item], REPEATED, skipped
-    )
+    own_folders = {
+        resolved(item.path): item for item in first.values() if item.format in ("mds", "litdata")
+    }
+    repeated = {id(item): item for item in inputs if first[item.identity] is not item}
+    for item in own_folders.values():
+        index_path, *shards = item.parts
+        for folder in folders_between(os.path.dirname(index_path), shards):
+            below = own_folders.get(resolved(folder), item)
+            repeated |= {} if below is item else {id(below): below}
+    return drop_inputs(inputs, list(repeated.values()), REPEATED, skipped)
+
+
+def folders_between(folder: str, paths: Iterable[str]) -> set[str]:
+    """A folder, and all those on the way from it to files below."""
+    folders = {folder}
+    for above in set(map(os.path.dirname, paths)):
+        while above not in folders and above.startswith(folder):
+            folders.add(above)
+            above = os.path.dirname(above)
+    return folders
 
 
 def keep_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles) -> list[Input]:
@@ -294,7 +311,14 @@ def keep_one_split(inputs: list[Input], wanted: str | None, skipped: SkippedFile
             )
         return inputs
     above = common.rpartition("/")[0]
-    others = [item for item in inputs if not is_of_split(path_below(item.path, above), wanted)]
+    is_listed = any(item.split == wanted for item in inputs)
+
+    def is_wanted(item: Input) -> bool:
+        if item.split and is_listed:
+            return item.split == wanted
+        return is_of_split(item.split or path_below(item.path, above), wanted)
+
+    others = [item for item in inputs if not is_wanted(item)]
     kept = drop_inputs(inputs, others, f"not of split {wanted}", skipped)
     if not kept:
         raise ConvertError(
@@ -309,6 +333,9 @@ def _splits_below(root: str, inputs: list[Input]) -> list[dict[str, Input]]:
     """
     splits_of_folder: dict[str, dict[str, Input]] = {}
     for item in inputs:
+        if item.split:
+            splits_of_folder.setdefault("/", {}).setdefault(item.split, item)
+            continue
         path = path_below(item.path, root)
         for start, split in splits_of(path):
             folder = path[:start] if item.format == "text" else "/"

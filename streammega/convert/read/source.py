@@ -33,7 +33,7 @@ class Input:
 
     path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
     identity: the same for all names of what it holds. parts: files that belong to it. is_dataset:
-    whether a manifest lists it.
+    whether a manifest lists it. split: the one that a list of its writer says; "": there is none.
     """
 
     path: str
@@ -44,6 +44,7 @@ class Input:
     identity: Any = field(default=None, repr=False)
     parts: tuple[str, ...] = field(default=(), repr=False)
     is_dataset: bool = False
+    split: str = ""
 
     @property
     def url(self) -> str:

@@ -1,0 +1,227 @@
+"""Folders whose writer lists their files (MDS, litdata, save_to_disk of Hugging Face) are the files
+on the list; folders of tables, whose log says which rows are left, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from streammega import StorageConfig
+from streammega.convert import ConvertOptions
+from streammega.convert.read.inputs import find_inputs
+from streammega.convert.read.selection import SkippedFiles
+from streammega.errors import ConvertError, ObjectNotFoundError
+from tests.support.builders import convert_bytes, stored_texts
+
+NOT_IN_INDEX = "next to shards whose index does not name them"
+REPEATED = "other names of files that are read"
+
+
+def counts_of(*items: str, storage: StorageConfig | None = None, **options: Any) -> dict[str, int]:
+    """What is left out, by reason."""
+    skipped = SkippedFiles()
+    find_inputs(items, storage, ConvertOptions(**options), skipped)
+    return skipped.counts
+
+
+def texts_of(tmp_path: Path, *items: str, **options: Any) -> list[str]:
+    """The documents of inputs."""
+    convert_bytes(tmp_path / "out", *items, overwrite=True, **options)
+    return stored_texts(tmp_path / "out")
+
+
+def put_tree(root: Path, url: str) -> None:
+    """Copy a folder into fsspec's memory."""
+    fsspec.filesystem("memory").put(str(root), url.removeprefix("memory://"), recursive=True)
+
+
+# --- MDS and litdata ------------------------------------------------------------------------------
+
+
+def write_mds_shard(path: Path, *texts: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    items = [np.array([len(text)], "<u4").tobytes() + text.encode() for text in texts]
+    bounds = 4 * (2 + len(items)) + np.cumsum([0, *map(len, items)])
+    path.write_bytes(np.array([len(items), *bounds], "<u4").tobytes() + b"".join(items))
+
+
+def write_mds_index(folder: Path, *shards: str) -> None:
+    columns = {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
+    listed = [
+        {"format": "mds", "raw_data": {"basename": name}, "zip_data": None, **columns}
+        for name in shards
+    ]
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": listed}))
+
+
+def write_merged_mds(root: Path, *, keep_parts: bool = True) -> str:
+    """What `merge_index` of mosaicml-streaming leaves of two folders, whose parts it keeps or not."""
+    for name in ("00", "01"):
+        write_mds_shard(root / name / "shard.00000.mds", f"{name} first", f"{name} second")
+        if keep_parts:
+            write_mds_index(root / name, "shard.00000.mds")
+    write_mds_index(root, "00/shard.00000.mds", "01/shard.00000.mds")
+    return str(root)
+
+
+MERGED = ["00 first", "00 second", "01 first", "01 second"]
+
+
+@pytest.mark.parametrize("pattern", ["", "/", "/**", "/*", "/**/index.json", "/index.json"])
+def test_an_index_of_subfolders_counts_and_not_those_in_them(pattern: str, tmp_path: Path) -> None:
+    root = write_merged_mds(tmp_path / "in")
+    assert texts_of(tmp_path, root + pattern) == MERGED
+    put_tree(tmp_path / "in", f"memory:/{tmp_path}/in")
+    assert texts_of(tmp_path, f"memory:/{root}{pattern}") == MERGED
+
+
+def test_partial_indices_are_counted_and_shards_of_subfolders_belong_to_the_whole(
+    tmp_path: Path,
+) -> None:
+    root = write_merged_mds(tmp_path / "in")
+    assert counts_of(root) == {NOT_IN_INDEX: 2}
+    bare = write_merged_mds(tmp_path / "bare", keep_parts=False)
+    assert counts_of(bare) == {}
+    assert texts_of(tmp_path, bare) == MERGED
+    # an index of indices, which were merged before
+    (tmp_path / "above").mkdir()
+    shutil.move(root, tmp_path / "above" / "in")
+    write_mds_index(tmp_path / "above", "in/00/shard.00000.mds", "in/01/shard.00000.mds")
+    assert texts_of(tmp_path, str(tmp_path / "above")) == MERGED
+
+
+def test_a_shell_that_names_the_whole_and_its_parts_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_merged_mds(tmp_path / "in")
+    for names in (("00", "01", "index.json"), ("index.json", "01"), ("", "00")):
+        items = [os.path.join(root, name) for name in names]
+        assert texts_of(tmp_path, *items) == MERGED
+        assert REPEATED in counts_of(*items)
+    assert texts_of(tmp_path, f"{root}/01", f"{root}/00") == MERGED[2:] + MERGED[:2]
+    monkeypatch.chdir(root)
+    for items in (["00", "01", "index.json"], ["*"], ["."], ["index.json", "00/"]):
+        assert texts_of(tmp_path, *items) == MERGED
+
+
+def test_shards_that_no_index_names_are_counted_and_other_datasets_below_are_read(
+    tmp_path: Path,
+) -> None:
+    root = write_merged_mds(tmp_path / "in")
+    write_mds_shard(tmp_path / "in/00/shard.00001.mds", "written later")
+    write_mds_shard(tmp_path / "in/other/shard.00000.mds", "another dataset")
+    write_mds_index(tmp_path / "in/other", "shard.00000.mds")
+    assert counts_of(root) == {NOT_IN_INDEX: 3}
+    assert texts_of(tmp_path, root) == [*MERGED, "another dataset"]
+
+
+@pytest.mark.parametrize("item", ["", "/*.bin", "/chunk-0-0.bin"])
+def test_chunks_of_litdata_without_their_index_are_no_raw_ids(item: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(40, dtype="<u2").tofile(tmp_path / "in/chunk-0-0.bin")
+    (tmp_path / "in/0.index.json").write_text('{"chunks": [], "config": {}}')
+    with pytest.raises(ConvertError, match=r"chunk-0-0\.bin'?: .*litdata.*index\.json"):
+        find_inputs([f"{tmp_path}/in{item}"])
+
+
+# --- save_to_disk of the datasets library ---------------------------------------------------------
+
+
+def write_arrow(path: Path, *texts: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_saved(folder: Path, *texts: str) -> str:
+    """A folder of `save_to_disk`, a file for each text, and caches that `map` left in it later."""
+    names = [f"data-{number:05d}-of-{len(texts):05d}.arrow" for number in range(len(texts))]
+    for name, text in zip(names, texts, strict=True):
+        write_arrow(folder / name, text)
+    write_arrow(folder / "cache-3a5455ed79103799.arrow", "mapped")
+    write_arrow(folder / "cache-bb5e2986ff816975_00000_of_00002.arrow", "mapped by two processes")
+    (folder / "dataset_info.json").write_text('{"features": {"text": {"dtype": "string"}}}')
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    return str(folder)
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.arrow", "/*", "/**/*.arrow"])
+def test_what_was_saved_to_disk_are_the_files_of_its_list(pattern: str, tmp_path: Path) -> None:
+    root = write_saved(tmp_path / "in", "one", "two", "three")
+    write_arrow(tmp_path / "in/data-00003-of-00004.arrow", "of an earlier save")
+    assert texts_of(tmp_path, root + pattern) == ["one", "two", "three"]
+    assert counts_of(root + pattern)[NOT_IN_INDEX] >= 3
+    put_tree(tmp_path / "in", f"memory:/{tmp_path}/in")
+    assert texts_of(tmp_path, f"memory:/{root}{pattern}") == ["one", "two", "three"]
+
+
+def test_a_file_that_is_named_is_read_whatever_a_list_says(tmp_path: Path) -> None:
+    root = write_saved(tmp_path / "in", "one")
+    assert texts_of(tmp_path, f"{root}/cache-3a5455ed79103799.arrow") == ["mapped"]
+
+
+def test_a_listed_file_that_is_lost_is_an_error_and_one_that_is_excluded_is_none(
+    tmp_path: Path,
+) -> None:
+    root = write_saved(tmp_path / "in", "one", "two")
+    lost = "data-00001-of-00002.arrow"
+    assert texts_of(tmp_path, root, exclude=("data-00001*",)) == ["one"]
+    assert texts_of(tmp_path, f"{root}/data-00001*") == ["two"]
+    (tmp_path / "in" / lost).unlink()
+    with pytest.raises(ObjectNotFoundError, match=rf"{lost}: is not there, .*state\.json"):
+        find_inputs([root])
+
+
+def test_rows_that_a_list_of_indices_chooses_are_refused(tmp_path: Path) -> None:
+    root = write_saved(tmp_path / "in", "one")
+    state = json.loads((tmp_path / "in/state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (tmp_path / "in/state.json").write_text(json.dumps(state))
+    with pytest.raises(
+        ConvertError, match=r"/in: a list of indices chooses its rows.*save it again"
+    ):
+        find_inputs([root])
+
+
+def test_splits_of_a_dataset_dict_are_those_that_it_lists(tmp_path: Path) -> None:
+    for name in ("train", "train_sft", "poems", "stale"):
+        write_saved(tmp_path / "in" / name, f"text of {name}")
+    root = str(tmp_path / "in")
+    (tmp_path / "in/dataset_dict.json").write_text('{"splits": ["train", "train_sft", "poems"]}')
+    with pytest.raises(ConvertError, match=r"several splits .*poems: .*train: .*train_sft: "):
+        find_inputs([root])
+    for split in ("train", "train_sft", "poems"):
+        for item in (root, f"{root}/*/*.arrow"):
+            assert texts_of(tmp_path, item, hf_split=split) == [f"text of {split}"]
+    with pytest.raises(ConvertError, match="no input is of split 'stale'"):
+        find_inputs([root], options=ConvertOptions(hf_split="stale"))
+    assert len(texts_of(tmp_path, root, hf_split="all")) == 3
+    assert texts_of(tmp_path, f"{root}/stale") == ["text of stale"]
+    (tmp_path / "in/dataset_dict.json").write_text('{"splits": ["poems"]}')
+    assert texts_of(tmp_path, root) == ["text of poems"]
+
+
+def test_caches_in_the_cache_of_the_datasets_library_are_no_documents(tmp_path: Path) -> None:
+    write_saved(tmp_path / "in")
+    (tmp_path / "in/state.json").unlink()
+    write_arrow(tmp_path / "in/text-train.arrow", "one")
+    assert texts_of(tmp_path, str(tmp_path / "in")) == ["one"]
+
+
+def test_lists_of_other_programs_leave_nothing_out(tmp_path: Path) -> None:
+    states = ["[1]", "broken", '{"_data_files": 1}', '{"_data_files": ["a"]}', "{}"]
+    for number, state in enumerate(states):
+        write_arrow(tmp_path / f"{number}/a.arrow", f"text {number}")
+        (tmp_path / f"{number}/state.json").write_text(state)
+    assert len(texts_of(tmp_path, *(f"{tmp_path}/{number}" for number in range(5)))) == 5
