@@ -20,7 +20,8 @@ from streammega.convert import ConvertOptions
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.selection import SkippedFiles
 from streammega.errors import ConvertError, ObjectNotFoundError
-from tests.support.builders import convert_bytes, stored_texts
+from tests.support.builders import convert_bytes, stored_texts, write_jsonl, write_parquet
+from tests.support.servers import S3
 
 NOT_IN_INDEX = "next to shards whose index does not name them"
 REPEATED = "other names of files that are read"
@@ -225,3 +226,104 @@ def test_lists_of_other_programs_leave_nothing_out(tmp_path: Path) -> None:
         write_arrow(tmp_path / f"{number}/a.arrow", f"text {number}")
         (tmp_path / f"{number}/state.json").write_text(state)
     assert len(texts_of(tmp_path, *(f"{tmp_path}/{number}" for number in range(5)))) == 5
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def write_table(folder: Path, log: str, data: str = "") -> str:
+    """A folder of a table, with a file of its log and rows that the log may have deleted."""
+    (folder / log).parent.mkdir(parents=True)
+    (folder / log).write_text("{}")
+    (folder / data).mkdir(parents=True, exist_ok=True)
+    write_parquet(folder / data / "part-0.parquet", ["deleted long ago"])
+    return str(folder)
+
+
+TABLES = {
+    "Delta Lake": ("_delta_log/00000000000000000000.json", ""),
+    "Delta Lake, partitions": ("_delta_log/00000000000000000000.json", "year=2026/lang=en"),
+    "Hudi": (".hoodie/hoodie.properties", "2026/11"),
+    "Iceberg": ("metadata/00000-68c76a87.metadata.json", "data"),
+    "Iceberg, hashed": ("metadata/v3.metadata.json", "data/4f/lang=en"),
+    "Iceberg, packed": ("metadata/00000-68c76a87.gz.metadata.json", "data"),
+    "Spark Structured Streaming": ("_spark_metadata/0", ""),
+}
+
+
+def spellings(root: str, data: str) -> list[str]:
+    """Names that lead to the data of a table in root/t."""
+    inside = os.path.join(root, "t", data).rstrip("/")
+    deep = ["", "/t", "/**", "/**/*.parquet", "/*/**/part-*"]
+    return [f"{root}{name}" for name in deep] + [inside, f"{inside}/*", f"{inside}/part-0.parquet"]
+
+
+def check_refused(item: str, name: str, log: str, storage: StorageConfig | None = None) -> None:
+    message = (
+        rf"/t: is a table of {name.partition(',')[0]} by its {log.partition('/')[0]}, .*export"
+    )
+    for exclude in ((), ("*.json", os.path.dirname(log))):
+        with pytest.raises(ConvertError, match=message):
+            find_inputs([item], storage, ConvertOptions(exclude=exclude))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_refused_by_their_format_wherever_one_looks(name: str, tmp_path: Path) -> None:
+    log, data = TABLES[name]
+    write_table(tmp_path / "in/t", log, data)
+    for item in spellings(f"{tmp_path}/in", data):
+        check_refused(item, name, log)
+
+
+def test_tables_in_buckets_are_refused(
+    tmp_path: Path, bucket: str, s3: S3, s3_storage: StorageConfig
+) -> None:
+    for number, name in enumerate(TABLES):
+        log, data = TABLES[name]
+        folder = tmp_path / str(number)
+        write_table(folder / "t", log, data)
+        for path in filter(Path.is_file, folder.rglob("*")):
+            key = str(path.relative_to(tmp_path))
+            s3.client().put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+        for item in spellings(f"s3://{bucket}/{number}", data):
+            check_refused(item, name, log, s3_storage)
+
+
+def test_a_table_is_found_by_any_spelling_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "t", "metadata/v1.metadata.json", "data")
+    (tmp_path / "link").symlink_to("t/data")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/deep").symlink_to("../t/data")
+    monkeypatch.chdir(tmp_path / "t/data")
+    for item in (".", "*.parquet", "part-0.parquet", f"{tmp_path}/link", f"{tmp_path}/other"):
+        with pytest.raises(ConvertError, match="is a table of Iceberg"):
+            find_inputs([item])
+
+
+def test_what_lies_beside_tables_is_read(tmp_path: Path) -> None:
+    write_table(tmp_path / "in/t", "_delta_log/0.json")
+    write_jsonl(tmp_path / "in/a.jsonl", [{"text": "a"}])
+    write_parquet(tmp_path / "in/b.parquet", ["b"])
+    (tmp_path / "in/metadata").mkdir()
+    write_parquet(tmp_path / "in/metadata/c.parquet", ["c"])
+    # names that only look like those of a table
+    write_jsonl(tmp_path / "in/metadata/schema.json", [{"text": "d"}])
+    root = str(tmp_path / "in")
+    assert texts_of(tmp_path, root, exclude=("t",)) == ["a", "b", "c", "d"]
+    assert texts_of(tmp_path, root, include=("?.jsonl", "[bc].parquet")) == ["a", "b", "c"]
+
+
+def test_what_a_job_of_spark_did_not_commit_is_no_document(tmp_path: Path) -> None:
+    names = [
+        "part-0.parquet",
+        "_temporary/0/task_1/part-0.parquet",
+        "year/_temporary/0/part-1.parquet",
+    ]
+    for number, name in enumerate(names):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_parquet(tmp_path / "in" / name, [f"text {number}"])
+    root = str(tmp_path / "in")
+    assert texts_of(tmp_path, root) == ["text 0"]
+    assert counts_of(root) == {"leftovers and checksums": 2}

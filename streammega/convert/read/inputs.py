@@ -30,11 +30,15 @@ from streammega.convert.read.selection import (
 )
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import (
+    TABLE_LOG,
     Place,
     Row,
+    Table,
     failure_of,
     open_place,
     split_pattern,
+    table_above,
+    table_of,
     walk,
 )
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
@@ -47,7 +51,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact_urls, split_query
-from streammega.storage.open import is_remote
+from streammega.storage.open import is_in_a_bucket, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +86,10 @@ def find_inputs(
     if skipped is None:
         skipped = SkippedFiles()
     files: list[Input] = []
+    tables: dict[str, Table | None] = {}
     for item in expand_lists(input_names(inputs)):
         with _plain_errors(item, storage):
-            files += _inputs_of(item, storage, options, skipped, own_output)
+            files += _inputs_of(item, storage, options, skipped, own_output, tables)
     if not files:
         raise ConfigError(
             "no inputs are named; name files or folders (a list of them may be empty)"
@@ -180,15 +185,18 @@ def _inputs_of(
     options: ConvertOptions,
     skipped: SkippedFiles,
     own_output: OwnOutput | None,
+    tables: dict[str, Table | None],
 ) -> list[Input]:
-    """The inputs that one name leads to."""
+    """The inputs that one name leads to. tables: those to which folders belong, as far as known."""
     place = open_place(item, storage)
     # a signature is that of one object
     endings = ("",) if place.query else ("", ".idx", MANIFEST)
     for ending in endings:
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
-            return keep_known_formats(_Files([row], place).inputs(), options.read_as, None)
+            files = keep_known_formats(_Files([row], place).inputs(), options.read_as, None)
+            _refuse_tables(files, place, os.path.dirname(row.path), tables)
+            return files
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
         raise ConvertError(
             f"{item}: is a pipe or a device, which only `streammega convert` reads; name it itself, "
@@ -202,10 +210,13 @@ def _inputs_of(
     if not rows and (pattern or is_remote(item)):
         raise _not_found(item)
     left_out = SkippedFiles()
+    logs = [row.path for row in rows if row.kind == TABLE_LOG]
+    rows = [row for row in rows if row.kind != TABLE_LOG]
     known = None if pattern else {row.path for row in rows}
     rows = drop_own_output(rows, own_output, left_out)
     rows = choose_files(rows, root, pattern, options, left_out)
     files = _Files(rows, place, left_out, known).inputs()
+    _refuse_tables(files, place, root, tables, [table for log in logs if (table := table_of(log))])
     files = keep_known_formats(files, options.read_as, None if pattern else left_out)
     # among files of other formats, a dataset was perhaps made of them
     datasets = [item for item in files if item.is_dataset]
@@ -218,6 +229,33 @@ def _inputs_of(
         reasons = f" that can be read; left out: {others}" if others else ""
         raise ConvertError(f"{shown}: holds no files{reasons}")
     return files
+
+
+def _refuse_tables(
+    files: list[Input],
+    place: Place,
+    root: str,
+    known: dict[str, Table | None],
+    below: Sequence[Table] = (),
+) -> None:
+    """Raise ConvertError for a file of a table: rows that were deleted are in it too.
+
+    root: the folder that was searched. known: the tables to which folders belong. below: the tables
+    that were found in it.
+    """
+    for item in files:
+        table = next((one for one in below if item.path.startswith(f"{one.data}/")), None)
+        if table is None and item.format == "parquet":
+            if not is_remote(item.path):
+                table = table_above(place, os.path.dirname(os.path.realpath(item.path)), known)
+            elif is_in_a_bucket(item.path):  # what is below the root was listed
+                table = table_above(place, root, known)
+        if table is not None:
+            folder, _, log = table.log.rpartition("/")
+            raise ConvertError(
+                f"{folder}: is a table of {table.format} by its {log}, so its files may hold rows that "
+                f"were deleted or replaced; export the rows that are left to Parquet, and convert these"
+            )
 
 
 class _Files:

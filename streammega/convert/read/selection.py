@@ -26,6 +26,7 @@ from streammega.storage.open import resolved
 LEFTOVERS = (
     "*.origins",
     *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
+    *("_temporary/*", "*/_temporary/*"),
     *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
     *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from streammega.config import StorageConfig
 from streammega.convert.read.source import GLOB_CHARS
-from streammega.errors import EndpointError
+from streammega.errors import AccessDeniedError, EndpointError
 from streammega.errors.redaction import split_query, without_queries
 from streammega.storage.backends.fsspec import driver_error
 from streammega.storage.file_system import StoreFiles, file_system
@@ -27,8 +27,15 @@ UNLISTED = "folders that cannot be listed"
 LOST = "names that lead to no file"
 TWICE = "folders that were searched under another name"
 MATCHED = "folders that a glob matches (end it in /** to search them)"
+TABLE_LOG = "logs of tables"
 FOLDERS = (UNLISTED, TWICE, MATCHED)
 MARKERS = "objects that mark folders"
+TABLE_LOGS = {
+    "_delta_log": "Delta Lake",
+    ".hoodie": "Hudi",
+    "_spark_metadata": "Spark Structured Streaming",
+}
+"""Folders within a table that say which of its files and rows are left, and the table's format."""
 
 
 class Row(NamedTuple):
@@ -268,17 +275,64 @@ def split_pattern(place: Place) -> tuple[str, list[str]]:
     return folder, []
 
 
+class Table(NamedTuple):
+    """A table, of whose rows only those count that its log says. log, data: folders."""
+
+    format: str
+    log: str
+    data: str
+
+
+def table_of(path: str) -> Table | None:
+    """The table to whose log a file or folder belongs."""
+    above, _, name = path.rpartition("/")
+    if above.endswith("/metadata") and name.removesuffix(".gz").endswith(".metadata.json"):
+        return Table("Iceberg", above, f"{above.removesuffix('metadata')}data")
+    for log, table_format in TABLE_LOGS.items():
+        data, is_in_log, _ = f"{path}/".partition(f"/{log}/")
+        if is_in_log:
+            return Table(table_format, f"{data}/{log}", data)
+    return None
+
+
+def table_above(place: Place, folder: str, known: dict[str, Table | None]) -> Table | None:
+    """The table to whose data a folder belongs. known: the answers for other folders."""
+    if folder not in known:
+        above = os.path.dirname(folder)
+        is_top = above in ("", folder) or above.endswith(":")  # of a disk, of a bucket
+        known[folder] = _table_at(place, folder)
+        if known[folder] is None and not is_top:
+            known[folder] = table_above(place, above, known)
+    return known[folder]
+
+
+def _table_at(place: Place, folder: str) -> Table | None:
+    """The table whose data begins with a folder."""
+    above, _, name = folder.rpartition("/")
+    logs = [os.path.join(folder, log) for log in TABLE_LOGS]
+    try:
+        logs = [log for log in logs if place.is_folder(log)]
+        # `data` may be the bucket itself
+        if name == "data" and not above.endswith(":/") and place.is_folder(f"{above}/metadata"):
+            logs += [row.path for row in place.rows(f"{above}/metadata", is_deep=False)]
+    except AccessDeniedError:  # a key to a bucket may be for one of its folders
+        return None
+    return next(filter(None, map(table_of, logs)), None)
+
+
 def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
     """All files below a folder, or those of them that match a pattern; whatever else there is, with
     the reason why it is not read.
 
     A folder that is hidden is one row, unless the pattern names a hidden one. Each folder is
-    searched once, whatever symbolic links lead to it; first by its own name.
+    searched once, whatever symbolic links lead to it; first by its own name. A table has one more
+    row, in its log, whatever the pattern.
     """
     is_deep = not pattern or len(pattern) > 1 or pattern == ["**"]
     folders = [root]
     links: list[str] = []
     searched = set()
+    tables = set()
     while folders or links:
         folder = folders.pop() if folders else heapq.heappop(links)
         identity = place.identity(folder)
@@ -288,6 +342,10 @@ def walk(place: Place, root: str, pattern: Sequence[str] = ()) -> Iterator[Row]:
         searched.add(identity)
         for row in place.rows(folder, is_deep=is_deep):
             note_part("names found", 1, unit="")
+            table = table_of(row.path)
+            if table is not None and table not in tables:
+                tables.add(table)
+                yield Row(row.path, TABLE_LOG)
             parts = path_below(row.path, root).split("/")
             is_hidden = not shows_hidden(pattern) and shows_hidden(parts)
             if row.kind == FOLDER and not is_hidden:
