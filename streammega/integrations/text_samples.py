@@ -5,7 +5,6 @@ TextStream.
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 import tarfile
 from collections import deque
@@ -22,6 +21,7 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage.file_system import open_file
+from streammega.storage.open import is_hidden_member
 
 Ids = NDArray[np.int64]
 
@@ -181,8 +181,8 @@ def webdataset_texts(
     """A function that gives the texts of a tar shard of webdataset, by its path or URL, in order.
 
     field: the suffix of the members that are texts; "json" ones are objects with the text under
-    `key`. Compressed tars are read too. It raises FormatError for what is no such shard, and what
-    storage raises.
+    `key`. Hidden members are left out: of macOS, with a dot, notes of webdataset. Compressed tars
+    are read too. It raises FormatError for what is no such shard, and what storage raises.
     """
     from_json = field.endswith("json")
 
@@ -200,16 +200,13 @@ def webdataset_texts(
     return texts
 
 
-_NOTE = re.compile(r"__[^/]*__(/|$)")
-"""Names of webdataset's own notes, and of members of folders of such names."""
-
-
 def _members(file: Any, suffix: str) -> Iterator[bytes]:
-    """The contents of the regular members of this suffix; webdataset's own notes are left out."""
+    """The contents of the regular members of this suffix; hidden ones are left out."""
     # as a stream: nothing is sought, so that objects are read once and ahead
     with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as tar:
         for member in tar:
-            if not member.isreg() or not member.name.endswith(suffix) or _NOTE.match(member.name):
+            name = member.name
+            if not member.isreg() or not name.endswith(suffix) or is_hidden_member(name):
                 continue
             if member.issparse() or member.size > MAX_TEXT_BYTES:
                 raise tarfile.ReadError(f"{member.name} claims {member.size:,} bytes")

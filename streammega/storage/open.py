@@ -254,6 +254,15 @@ def escapes_folder(name: str) -> bool:
     return name.startswith("/") or ".." in unquote(name).split("/")
 
 
+def is_hidden_member(name: str) -> bool:
+    """Whether a member of an archive is none of its documents: its name, or a folder's above it,
+    begins with a dot, is that of macOS for attributes, or that of a note of webdataset.
+    """
+    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+    is_note = bool(parts) and re.fullmatch("__MACOSX|__.*__", parts[0]) is not None
+    return is_note or any(part.startswith(".") for part in parts)
+
+
 def parent_url(url: str) -> str:
     """The folder of a URL or path."""
     return url.rstrip("/").rpartition("/")[0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import webdataset
 
 from streammega.errors import ConfigError, ConvertError
+from streammega.integrations.webdataset import webdataset_texts
 from tests.support.builders import (
     convert_bytes,
     convert_files,
@@ -142,3 +144,44 @@ def test_members_with_holes_are_refused_and_not_filled(tmp_path: Path, name: str
         convert_bytes(tmp_path / "out", tmp_path / "a.tar")
     with pytest.raises(ConvertError, match="unreadable member: 1"):
         convert_bytes(tmp_path / "out", tmp_path / "a.tar", on_error="skip")
+
+
+HIDDEN = (
+    ("._0001.txt", b"\0\5\x16\7 attributes of a Mac"),
+    ("./._in.txt", b"\0\5\x16\7"),
+    ("__MACOSX/in/._0002.txt", b"\0\5\x16\7"),
+    ("__MACOSX/0002.txt", b"\0\5\x16\7"),
+    ("in/.cache/0003.txt", b"hidden by its folder"),
+    (".hidden.txt", b"hidden"),
+    ("__notes__/0001.txt", b"a note of webdataset"),
+)
+SHOWN = (("./0001.txt", b"one"), ("in/../in/0002.txt", b"two"), ("__init__.txt", b"three"))
+
+
+@pytest.mark.guarantee("everything-found-below")
+@pytest.mark.parametrize("member", [None, "txt", "*", "*txt"])
+def test_hidden_members_are_no_documents_and_are_counted(
+    member: str | None, tmp_path: Path
+) -> None:
+    shown = [SHOWN[0], SHOWN[2]]
+    path = write_tar(tmp_path / "a.tar", *HIDDEN[:3], *shown, *HIDDEN[3:])
+    report = convert_bytes(tmp_path / "out", path, tar_member=member)
+    assert stored_texts(tmp_path / "out") == ["one", "three"]
+    assert report.members_left_out == {"hidden": len(HIDDEN)}
+    assert not report.dropped
+
+
+def test_a_zip_and_a_stream_of_texts_leave_the_same_members_out(tmp_path: Path) -> None:
+    for name, data in HIDDEN:
+        with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
+            archive.writestr(name, data)
+            archive.writestr("a.jsonl", b'{"text": "one"}')
+        convert_bytes(tmp_path / "out", tmp_path / "a.jsonl.zip", overwrite=True)
+        assert stored_texts(tmp_path / "out") == ["one"]
+    path = write_tar(tmp_path / "a.tar", *HIDDEN, *SHOWN)
+    assert list(webdataset_texts()(path)) == ["one", "two", "three"]
+    with zipfile.ZipFile(tmp_path / "b.jsonl.zip", "w") as archive:
+        for name, data in SHOWN[:2]:
+            archive.writestr(name, data)
+    with pytest.raises(ConvertError, match="holds 2 files"):
+        convert_bytes(tmp_path / "none", tmp_path / "b.jsonl.zip")

@@ -23,7 +23,7 @@ from tests.support.typed import all_tokens
 
 def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> None:
     members = {
-        "a.txt": b"one", "a.jpg": b"no text", "b/c.d/e.TXT": b"two", ".txt": b"three", "__meta__.json": b'{"text": "four"}',
+        "a.txt": b"one", "a.jpg": b"no text", "b/c.d/e.TXT": b"two", ".txt": b"hidden", "__meta__.json": b'{"text": "four"}',
         "k": b"none",
         "f.g.json": b'{"text": "five"}', "h.txt.gz": gzip.compress(b"six"), "a.json": b'{"text": "seven"}', "j.cls": b"0",
     }  # fmt: skip
@@ -39,12 +39,13 @@ def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> No
         again = tarfile.TarInfo("a.txt")
         again.size = 5
         archive.addfile(again, io.BytesIO(b"eight"))
-    convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert report.members_left_out["hidden"] == 1
     texts = [
         bytes(ids[:-1].astype(np.uint8)).decode()
         for ids in all_tokens(IndexedDataset(str(tmp_path / "out")))
     ]
-    assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    assert texts == ["one", "two", "four", "five", "six", "seven", "eight"]
 
 
 @pytest.mark.guarantee("end-tar-checked")

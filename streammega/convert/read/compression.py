@@ -26,6 +26,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ConvertError
 from streammega.errors.redaction import split_query
 from streammega.storage.file_system import open_file
+from streammega.storage.open import is_hidden_member
 
 CHUNK_BYTES = 16 << 10
 """Compressed bytes at a time: of what is damaged, as many before the damage may be lost."""
@@ -134,10 +135,6 @@ def open_stream(
             yield file
 
 
-_OF_MACOS = re.compile(r"^__MACOSX/|(^|/)(\._[^/]*|\.DS_Store)$")
-"""Files that macOS adds: the attributes of a file, and how a folder is shown."""
-
-
 def _only_member(file: Any, name: str) -> Any:
     """Open the only file of a .zip. Raises ConvertError for another number of files.
 
@@ -148,7 +145,7 @@ def _only_member(file: Any, name: str) -> Any:
     except zipfile.BadZipFile as error:
         raise ConvertError(f"{name}: is no whole .zip ({error}); copy it again") from None
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    names = [member for member in names if not _OF_MACOS.search(member)]
+    names = [member for member in names if not is_hidden_member(member)]
     if len(names) != 1:
         raise ConvertError(
             f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "

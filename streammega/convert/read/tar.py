@@ -39,7 +39,7 @@ from streammega.convert.read.source import (
 from streammega.convert.read.text import BYTE_ORDER_MARK, JSON_LINES_SUFFIXES, JSON_SUFFIXES
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.words import in_one_line
-from streammega.storage.open import escapes_folder
+from streammega.storage.open import escapes_folder, is_hidden_member
 
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Suffixes of members that are documents, unless a member is named."""
@@ -121,6 +121,8 @@ def _regular_members(
             where = in_one_line(f"{source.path}!{member.name}")
             message = f"{where}: a member outside of its archive; who made this tar?"
             source.fault("hostile path", message)
+        elif is_hidden_member(member.name):
+            source.skipped.add_member("hidden")
         else:
             yield archive, member
 
