@@ -70,7 +70,7 @@ class BatchEncoder:
                 f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of "
                 f"{tokenizer.name}; use {smallest_dtype(tokenizer.vocab_size)}"
             )
-        self._split: Any = None
+        self._split: Callable[[str], list[str]] | None = None
         if options.split_sentences:
             self._split = _sentence_splitter(options.split_sentences)
 
@@ -317,12 +317,32 @@ def _decode(document: RawDocument) -> str:
         raise not_utf8(document.where, error, remedy) from None
 
 
-def _sentence_splitter(language: str) -> Any:
+def _sentence_splitter(language: str) -> Callable[[str], list[str]]:
+    """A function that gives the sentences of a text, each with the blanks after it, or before the
+    first one. Together they are the text.
+    """
     pysbd = import_extra("pysbd", "convert", "splitting into sentences needs pysbd")
     try:
-        return pysbd.Segmenter(language=language, clean=False).segment
+        segmenter = pysbd.Segmenter(language=language, clean=False, char_span=True)
     except ValueError as error:
         raise ConfigError(f"split_sentences {language!r}: {error}") from None
+
+    def split(text: str) -> list[str]:
+        parts = []
+        end = 0
+        # The library loses sentences with signs that it uses itself, and finds others twice.
+        for span in segmenter.segment(text):
+            parts += [text[end : span.start], text[max(end, span.start) : span.end]]
+            end = span.end
+        sentences = [""]
+        for part in (*parts, text[end:]):
+            if part.strip() and sentences[-1].strip():
+                sentences.append(part)
+            else:
+                sentences[-1] += part
+        return sentences
+
+    return split
 
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
