@@ -406,16 +406,67 @@ def test_what_cannot_be_cut_is_refused_with_its_place(
         ids_in_windows(tokenizer, text)
 
 
-@pytest.mark.usefixtures("small")
-def test_what_a_post_processor_adds_is_added_once(tmp_path: Path) -> None:
-    model = MAKERS["gpt2"]()
-    model.post_processor = processors.TemplateProcessing(
-        single="<s> $A <sep> <s>",
-        special_tokens=[("<s>", model.token_to_id("<s>")), ("<sep>", model.token_to_id("<sep>"))],
+def template(single: str) -> Any:
+    return processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 1), ("<sep>", 3), ("<end>", 2_000_000)]
     )
+
+
+POST_PROCESSORS: dict[str, Callable[[], Any]] = {
+    "template": lambda: template("<s> $A <sep> <s>"),
+    "template, before": lambda: template("<s> <end> $A"),
+    "template, behind": lambda: template("$A:0 <end>:0"),
+    "bytes": lambda: processors.ByteLevel(trim_offsets=True),
+    "bert": lambda: processors.BertProcessing(("<sep>", 3), ("<s>", 1)),
+    "roberta": lambda: processors.RobertaProcessing(("<sep>", 3), ("<s>", 1)),
+    "several": lambda: processors.Sequence([processors.ByteLevel(), template("<s> $A <end>")]),
+}
+
+
+def without_a(text: str) -> Tokenizer:
+    """A BPE model of the letters of a text but for `a`, and a token that it takes for none."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator([text.replace("a", "")], trainers.BpeTrainer(vocab_size=200))
+    return tokenizer
+
+
+@pytest.mark.guarantee("long-texts-ids")
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", [*MAKERS, "without a"])
+def test_what_a_post_processor_adds_is_added_once_and_in_its_place(
+    name: str, tmp_path: Path
+) -> None:
+    text = " ".join(SENTENCES * 30)
+    model = without_a(text) if name == "without a" else MAKERS[name]()
+    for make in POST_PROCESSORS.values():
+        model.post_processor = make()
+        model.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=True)
+        for some in (text, f"{text}a", "a" * 2000):
+            whole = model.encode(some).ids
+            assert ids_in_windows(tokenizer, some) == whole
+            assert [*map(int, tokenizer.encode([some])[0])] == whole
+
+
+@pytest.mark.usefixtures("small")
+def test_a_tokenizer_that_refuses_what_it_does_not_know_encodes_long_texts(tmp_path: Path) -> None:
+    model = Tokenizer(models.WordLevel({"word": 0, "<s>": 1}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    model.post_processor = template("<s> $A")
     model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=True)
-    compare(tokenizer, 30)
+    assert ids_in_windows(tokenizer, "word " * 2000) == [1, *[0] * 2000]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_post_processor_that_repeats_a_text_is_refused_for_long_ones(tmp_path: Path) -> None:
+    model = MAKERS["gpt2"]()
+    model.post_processor = template("$A <s> $A")
+    model.save(str(tmp_path / "tokenizer.json"))
+    for add in (True, False):
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=add)
+        with pytest.raises(ConvertError, match=r"tokenizer\.json: .*post-processor.* 2 times"):
+            ids_in_windows(tokenizer, " ".join(SENTENCES * 30))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -53,6 +53,8 @@ own goes before those that end a sentence or a turn.
 """
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>")
 """An eos_token that ends a turn: it ends a document only where no other token does."""
+PROBE_ID = (1 << 32) - 1
+"""An id that no vocabulary has."""
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -255,16 +257,25 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from None
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """What the post-processor adds around every text, with add_special_tokens."""
-        bare = list(self.encode(["a"], bare=True)[0])
-        with_additions = list(self.encode(["a"])[0])
-        start = 0
-        while with_additions[start : start + len(bare)] != bare:
-            start += 1
-            assert start <= len(with_additions), (
-                "a post-processor adds to a text, and changes nothing in it"
+        """What the post-processor adds around every text, with add_special_tokens.
+
+        Raises ConvertError for one that gives a text twice, or not at all.
+        """
+        from tokenizers import Tokenizer as Model
+        from tokenizers import models
+
+        # Of this vocabulary a text may have no token, so the post-processor gets one of its own.
+        probe = Model(models.WordLevel({"a": PROBE_ID}, unk_token="a"))
+        if self.model.post_processor is not None:
+            probe.post_processor = self.model.post_processor
+        ids: list[int] = probe.encode("a", add_special_tokens=self._add).ids
+        if ids.count(PROBE_ID) != 1:
+            raise ConvertError(
+                f"{self.name}: its post-processor gives a text {ids.count(PROBE_ID)} times, which is "
+                f"not done with long ones; mend its tokenizer.json, or leave such texts out"
             )
-        return with_additions[:start], with_additions[start + len(bare) :]
+        place = ids.index(PROBE_ID)
+        return ids[:place], ids[place + 1 :]
 
     @cached_property
     def _described(self) -> dict[str, Any]:
