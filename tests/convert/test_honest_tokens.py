@@ -21,9 +21,9 @@ from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.dataset.verify import verify
-from streammega.errors import ConvertError
+from streammega.errors import ConvertError, StreammegaError
 from tests.support.builders import convert_bytes, convert_files, stored_ids, write_jsonl
 
 
@@ -291,3 +291,50 @@ def test_a_sentence_that_the_library_loses_is_a_sentence(tmp_path: Path) -> None
     convert_bytes(tmp_path / "out", path, split_sentences="en", append_eod=False)
     stored = [bytes(ids).decode() for ids in stored_ids(tmp_path / "out")]
     assert stored == sentences
+
+
+def bpe(**options: Any) -> Tokenizer:
+    """A BPE model of `ab` and `abab`."""
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "abab": 3}
+    return Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "ab")], **options))
+
+
+def test_what_makes_tokens_random_is_off(tmp_path: Path) -> None:
+    """As truncation and padding are, which a tokenizer.json may ask for too."""
+    plain, random = str(tmp_path / "plain.json"), str(tmp_path / "random.json")
+    bpe().save(plain)
+    bpe(dropout=0.5).save(random)
+    texts = ["abab" * 50] * 20
+    assert all(list(ids) == [3] * 50 for ids in load_tokenizer(random).encode(texts))
+    (spans,) = load_tokenizer(random).parsing_special_tokens().encode_with_spans(texts[:1])
+    assert spans.ids.tolist() == [3] * 50
+    assert load_tokenizer(random).digest == load_tokenizer(plain).digest
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    for name, tokenizer in (("one", random), ("two", random), ("three", plain)):
+        convert([path], str(tmp_path / name), tokenizer=tokenizer, append_eod=False, workers=1)
+    assert stored_ids(tmp_path / "one") == stored_ids(tmp_path / "two") == [[3] * 50] * 20
+    first, *others = [(tmp_path / f"{name}.bin").read_bytes() for name in ("one", "two", "three")]
+    assert others == [first, first]
+
+
+@pytest.mark.skipif(not hasattr(models.Unigram, "alpha"), reason="versions before 0.23")
+@pytest.mark.parametrize("sampling", [{"alpha": 0.1}, {"alpha": 0.1, "nbest_size": 4}])
+def test_a_unigram_model_does_not_sample(sampling: dict[str, Any]) -> None:
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.1), ("ab", -1.2), ("abab", -2.0)]
+    model = Tokenizer(models.Unigram(pieces, 0, False, **sampling))
+    assert len({tuple(model.encode("abab").ids) for _ in range(200)}) > 1
+    tokenizer = HuggingFaceTokenizer("unigram", model)
+    assert {tuple(map(int, ids)) for ids in tokenizer.encode(["abab"] * 200)} == {(4,)}
+
+
+@pytest.mark.parametrize("source", ["{{ [1, 2] | random }}", "{{ lipsum(1) }}"])
+def test_a_chat_template_that_would_write_at_random_is_refused(source: str, tmp_path: Path) -> None:
+    answers = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(answers + source)
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "a"}]}]
+    )
+    with pytest.raises(StreammegaError, match=r"random|lipsum"):
+        convert_bytes(tmp_path / "out", path, chat=True, chat_template=str(tmp_path / "t.jinja"))

@@ -572,6 +572,8 @@ def _environment(*, marks: bool) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters |= {"tojson": _as_json, "counted": jinja2.pass_context(_counted)}
+    # what they write is another text each time
+    del environment.filters["random"], environment.globals["lipsum"]
     environment.globals |= {"raise_exception": _refuse, "namespace": Namespace, "dict": _dictionary}
     return environment
 

@@ -55,6 +55,8 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>")
 """An eos_token that ends a turn: it ends a document only where no other token does."""
 PROBE_ID = (1 << 32) - 1
 """An id that no vocabulary has."""
+RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
+"""Settings of BPE and unigram models by which a text has other tokens each time."""
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -199,9 +201,12 @@ class HuggingFaceTokenizer(Tokenizer):
             files = name.rstrip("/").split(",")
             self.name = ",".join(map(os.path.basename, files))
         self.model = model
-        # as a tokenizer.json may ask for: documents are of any length
+        # as a tokenizer.json may ask for: documents are of any length, and have the same tokens again
         self.model.no_truncation()
         self.model.no_padding()
+        for setting in RANDOM_SETTINGS:
+            if getattr(self.model.model, setting, None) is not None:
+                setattr(self.model.model, setting, None)
         self.model.encode_special_tokens = not parse
         tokens = int(self.model.get_vocab_size(with_added_tokens=True))
         # a vocabulary may leave numbers out, and then has higher ids than tokens
