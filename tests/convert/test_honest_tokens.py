@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.documents import RawDocument
+from streammega.convert.options import digest_of_bytes
 from streammega.convert.tokenize.encode import BatchEncoder
 from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.dataset.verify import verify
@@ -309,6 +310,7 @@ def test_what_makes_tokens_random_is_off(tmp_path: Path) -> None:
     (spans,) = load_tokenizer(random).parsing_special_tokens().encode_with_spans(texts[:1])
     assert spans.ids.tolist() == [3] * 50
     assert load_tokenizer(random).digest == load_tokenizer(plain).digest
+    assert load_tokenizer(plain).digest == digest_of_bytes(bpe().to_str().encode(), 16)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     for name, tokenizer in (("one", random), ("two", random), ("three", plain)):
         convert([path], str(tmp_path / name), tokenizer=tokenizer, append_eod=False, workers=1)

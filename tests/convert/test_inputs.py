@@ -687,6 +687,8 @@ def test_packed_members_that_nothing_decompresses_are_no_texts(tmp_path: Path) -
         models.WordPiece({"he": 0}, unk_token="[UNK]"),
         models.WordLevel({"he": 0}, unk_token="[UNK]"),
         models.Unigram([("he", -1.0)]),
+        models.BPE({"o": 0, "t": 1}, []),
+        models.BPE({"o": 0, "t": 1, "<0x68>": 2}, [], byte_fallback=True),
     ],
 )
 def test_a_tokenizer_without_a_token_for_the_unknown_is_named(tmp_path: Path, model: Any) -> None:

@@ -406,6 +406,9 @@ def test_what_cannot_be_cut_is_refused_with_its_place(
         ids_in_windows(tokenizer, text)
 
 
+TEXT = " ".join(SENTENCES * 30)
+
+
 def template(single: str) -> Any:
     return processors.TemplateProcessing(
         single=single, special_tokens=[("<s>", 1), ("<sep>", 3), ("<end>", 2_000_000)]
@@ -423,10 +426,10 @@ POST_PROCESSORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def without_a(text: str) -> Tokenizer:
-    """A BPE model of the letters of a text but for `a`, and a token that it takes for none."""
+def letters_of(text: str) -> Tokenizer:
+    """A BPE model of the letters of a text, which has no token for others."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.train_from_iterator([text.replace("a", "")], trainers.BpeTrainer(vocab_size=200))
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=200))
     return tokenizer
 
 
@@ -436,16 +439,18 @@ def without_a(text: str) -> Tokenizer:
 def test_what_a_post_processor_adds_is_added_once_and_in_its_place(
     name: str, tmp_path: Path
 ) -> None:
-    text = " ".join(SENTENCES * 30)
-    model = without_a(text) if name == "without a" else MAKERS[name]()
+    some = f"{TEXT} a", "a" * 2000
+    if name == "without a":
+        some = TEXT.replace("a", ""), "b" * 2000
+    model = letters_of("".join(some)) if name == "without a" else MAKERS[name]()
     for make in POST_PROCESSORS.values():
         model.post_processor = make()
         model.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=True)
-        for some in (text, f"{text}a", "a" * 2000):
-            whole = model.encode(some).ids
-            assert ids_in_windows(tokenizer, some) == whole
-            assert [*map(int, tokenizer.encode([some])[0])] == whole
+        for text in some:
+            whole = model.encode(text).ids
+            assert ids_in_windows(tokenizer, text) == whole
+            assert [*map(int, tokenizer.encode([text])[0])] == whole
 
 
 @pytest.mark.usefixtures("small")
@@ -466,7 +471,7 @@ def test_a_post_processor_that_repeats_a_text_is_refused_for_long_ones(tmp_path:
     for add in (True, False):
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=add)
         with pytest.raises(ConvertError, match=r"tokenizer\.json: .*post-processor.* 2 times"):
-            ids_in_windows(tokenizer, " ".join(SENTENCES * 30))
+            ids_in_windows(tokenizer, TEXT)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -55,6 +55,10 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>")
 """An eos_token that ends a turn: it ends a document only where no other token does."""
 PROBE_ID = (1 << 32) - 1
 """An id that no vocabulary has."""
+NO_TOKEN = "<|no unk_token|>"
+"""A name that no token has. A BPE model without an unk_token leaves out what it has no token for; with
+one that is not in its vocabulary it fails, as models of other kinds do.
+"""
 RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
 """Settings of BPE and unigram models by which a text has other tokens each time."""
 Ids = Sequence[int]
@@ -207,6 +211,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for setting in RANDOM_SETTINGS:
             if getattr(self.model.model, setting, None) is not None:
                 setattr(self.model.model, setting, None)
+        if getattr(self.model.model, "unk_token", NO_TOKEN) is None:
+            self.model.model.unk_token = NO_TOKEN
         self.model.encode_special_tokens = not parse
         tokens = int(self.model.get_vocab_size(with_added_tokens=True))
         # a vocabulary may leave numbers out, and then has higher ids than tokens
@@ -228,7 +234,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
         """A digest of all that the library knows of it."""
-        return digest_of_bytes(self.model.to_str().encode(), 16)
+        described = self.model.to_str().replace(json.dumps(NO_TOKEN), "null")
+        return digest_of_bytes(described.encode(), 16)
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
