@@ -255,8 +255,8 @@ def escapes_folder(name: str) -> bool:
 
 
 def is_hidden_member(name: str) -> bool:
-    """Whether a member of an archive is none of its documents: its name, or a folder's above it,
-    begins with a dot, is that of macOS for attributes, or that of a note of webdataset.
+    """Whether a member of an archive is no document of it: it or a folder above begins with a dot, or
+    is in a folder of attributes of macOS, or in a note of webdataset.
     """
     parts = [part for part in name.split("/") if part not in ("", ".", "..")]
     is_note = bool(parts) and re.fullmatch("__MACOSX|__.*__", parts[0]) is not None

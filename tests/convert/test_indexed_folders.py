@@ -78,6 +78,7 @@ MERGED = ["00 first", "00 second", "01 first", "01 second"]
 
 
 @pytest.mark.parametrize("pattern", ["", "/", "/**", "/*", "/**/index.json", "/index.json"])
+@pytest.mark.guarantee("everything-found-below")
 def test_an_index_of_subfolders_counts_and_not_those_in_them(pattern: str, tmp_path: Path) -> None:
     root = write_merged_mds(tmp_path / "in")
     assert texts_of(tmp_path, root + pattern) == MERGED
@@ -158,6 +159,7 @@ def write_saved(folder: Path, *texts: str) -> str:
 
 
 @pytest.mark.parametrize("pattern", ["", "/*.arrow", "/*", "/**/*.arrow"])
+@pytest.mark.guarantee("everything-found-below")
 def test_what_was_saved_to_disk_are_the_files_of_its_list(pattern: str, tmp_path: Path) -> None:
     root = write_saved(tmp_path / "in", "one", "two", "three")
     write_arrow(tmp_path / "in/data-00003-of-00004.arrow", "of an earlier save")
@@ -167,9 +169,22 @@ def test_what_was_saved_to_disk_are_the_files_of_its_list(pattern: str, tmp_path
     assert texts_of(tmp_path, f"memory:/{root}{pattern}") == ["one", "two", "three"]
 
 
-def test_a_file_that_is_named_is_read_whatever_a_list_says(tmp_path: Path) -> None:
-    root = write_saved(tmp_path / "in", "one")
-    assert texts_of(tmp_path, f"{root}/cache-3a5455ed79103799.arrow") == ["mapped"]
+def test_a_shell_that_names_saved_files_and_caches_names_no_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_saved(tmp_path / "in", "one", "two")
+    other = write_saved(tmp_path / "other", "three")
+    items = [str(path) for path in sorted(Path(root).glob("*.arrow"))]
+    assert texts_of(tmp_path, *items) == ["one", "two"]
+    assert counts_of(*items) == {NOT_IN_INDEX: 2}
+    put_tree(tmp_path / "in", f"memory:/{tmp_path}/in")
+    assert texts_of(tmp_path, *(f"memory:/{item}" for item in items)) == ["one", "two"]
+    monkeypatch.chdir(root)
+    assert texts_of(tmp_path, *map(os.path.basename, items)) == ["one", "two"]
+    # one that is named alone is meant
+    cache = "cache-3a5455ed79103799.arrow"
+    assert texts_of(tmp_path, cache) == ["mapped"]
+    assert texts_of(tmp_path, cache, f"{other}/data-00000-of-00001.arrow") == ["mapped", "three"]
 
 
 def test_a_listed_file_that_is_lost_is_an_error_and_one_that_is_excluded_is_none(
@@ -268,6 +283,7 @@ def check_refused(item: str, name: str, log: str, storage: StorageConfig | None 
 
 
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.guarantee("everything-found-below")
 def test_tables_are_refused_by_their_format_wherever_one_looks(name: str, tmp_path: Path) -> None:
     log, data = TABLES[name]
     write_table(tmp_path / "in/t", log, data)

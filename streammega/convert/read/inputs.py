@@ -86,10 +86,18 @@ def find_inputs(
     if skipped is None:
         skipped = SkippedFiles()
     files: list[Input] = []
+    named: dict[str, list[Input]] = {}
+    """Arrow files that are named themselves, by their folders."""
     tables: dict[str, Table | None] = {}
     for item in expand_lists(input_names(inputs)):
         with _plain_errors(item, storage):
-            files += _inputs_of(item, storage, options, skipped, own_output, tables)
+            of_item = _inputs_of(item, storage, options, skipped, own_output, tables)
+        files += of_item
+        if of_item[0].path == item and of_item[0].format == "arrow":
+            named.setdefault(os.path.dirname(item), []).append(of_item[0])
+    for folder, items in named.items():
+        with _plain_errors(folder, storage):
+            files = drop_inputs(files, _unlisted(folder, items, storage), NOT_IN_INDEX, skipped)
     if not files:
         raise ConfigError(
             "no inputs are named; name files or folders (a list of them may be empty)"
@@ -231,6 +239,19 @@ def _inputs_of(
     return files
 
 
+def _unlisted(folder: str, items: Sequence[Input], storage: StorageConfig) -> list[Input]:
+    """Those of some named files that the list in their folder does not name, where it names others of
+    them: a shell names all that is there. One that is named alone is meant.
+    """
+    paths = [item.path for item in items]
+    if len(items) == 1:
+        return []
+    listed = _Files([], open_place(f"{folder}/", storage)).listed_in(folder, paths)
+    if listed is None or listed.isdisjoint(paths):
+        return []
+    return [item for item in items if item.path not in listed]
+
+
 def _refuse_tables(
     files: list[Input],
     place: Place,
@@ -349,34 +370,22 @@ class _Files:
         return folders
 
     def _keep_listed(self) -> None:
-        """Of what `save_to_disk` of the datasets library wrote, the files and splits that it lists.
+        """Keep the files and splits that the datasets library lists, where its `save_to_disk` wrote.
 
-        `map` leaves caches beside them; a split may be of an earlier save. Raises ConvertError where
-        the list cannot be followed, ObjectNotFoundError for a file of it that is not there.
+        A split may be of an earlier save. Raises ObjectNotFoundError for a listed file that is not
+        there.
         """
         for folder, paths in self._paths_of_folder().items():
             if not any(format_of(path) == "arrow" for path in paths):
                 continue
             above, _, name = folder.rpartition("/")
             splits = self._json_of(above, "dataset_dict.json").get("splits")
-            state = self._json_of(folder, "state.json")
-            names = _saved_names(state)
+            listed = self.listed_in(folder, paths)
             if isinstance(splits, list):
                 self._splits[folder] = name
-            if isinstance(splits, list) and name not in splits:
-                listed = set()
-            elif names is not None:
-                listed = {_below(folder, file) for file in names}
-            elif "features" in self._json_of(folder, "dataset_info.json"):
-                # the library's own cache has no list, and names what `map` made by its fingerprint
-                listed = {path for path in paths if not os.path.basename(path).startswith("cache-")}
-            else:
+                listed = listed if name in splits else set()
+            if listed is None:
                 continue
-            if state.get("_indices_data_files"):
-                raise ConvertError(
-                    f"{folder}: a list of indices chooses its rows, as old versions of datasets saved "
-                    f"them; load it by load_from_disk, and save it again"
-                )
             missing = [] if self._known is None else sorted(listed.difference(self._known))
             if missing:
                 raise ObjectNotFoundError(
@@ -384,6 +393,27 @@ class _Files:
                     f"folder again"
                 )
             self._leave_out([path for path in paths if path not in listed])
+
+    def listed_in(self, folder: str, paths: Sequence[str]) -> set[str] | None:
+        """The files of a folder that the datasets library wrote by itself, and not by `map`; None: it
+        is no folder of that library. paths: of files in it.
+
+        Raises ConvertError for a list that cannot be followed.
+        """
+        state = self._json_of(folder, "state.json")
+        if state.get("_indices_data_files"):
+            raise ConvertError(
+                f"{folder}: a list of indices chooses its rows, as old versions of datasets saved "
+                f"them; load it by load_from_disk, and save it again"
+            )
+        try:
+            return {_below(folder, str(file["filename"])) for file in state["_data_files"]}
+        except (TypeError, KeyError):
+            pass  # there is none, or it is of another program
+        if "features" not in self._json_of(folder, "dataset_info.json"):
+            return None
+        # the library's own cache has no list, and names what `map` made by its fingerprint
+        return {path for path in paths if not os.path.basename(path).startswith("cache-")}
 
     def _paths_of_folder(self) -> dict[str, list[str]]:
         """The files that are no part of an input yet, by their folders."""
@@ -485,14 +515,6 @@ def _loader_index(data: bytes) -> _LoaderIndex | None:
     except (ValueError, AttributeError):
         pass  # no JSON, or a list or text where both have an object
     return None
-
-
-def _saved_names(state: dict[str, Any]) -> list[str] | None:
-    """The files that a state.json of `save_to_disk` lists; None: it is of another program."""
-    try:
-        return [str(file["filename"]) for file in state["_data_files"]]
-    except (TypeError, KeyError):
-        return None
 
 
 def _below(folder: str, name: str) -> str:
