@@ -27,6 +27,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.frameworks import check_phases, class_on_demand, import_framework
 from streammega.loading import StreamLoader
+from streammega.loading.ranks import data_parallel
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names, split_blend
@@ -61,7 +62,8 @@ class StreamDataHooks:
         micro_batch_size: samples of one batch of a rank.
         global_batch_size: samples of one optimizer step over all ranks. The Trainer's
             `accumulate_grad_batches` has to be global_batch_size / (micro_batch_size * ranks).
-        dp_rank, dp_size: this data-parallel rank; None: as the Trainer's strategy says.
+        dp_rank, dp_size: this data-parallel rank; None: as the Trainer's strategy says. A strategy of
+            one process, in a job of several, needs dp_size=1.
         options: further ones of StreamLoader, for the train split.
     """
 
@@ -81,14 +83,14 @@ class StreamDataHooks:
         if "rampup_batch_size" in options:
             raise ConfigError("the steps of Lightning have one size: leave out rampup_batch_size")
         check_phases(config, "Lightning", global_batch_size)
-        if (dp_rank is None) != (dp_size is None):
-            raise ConfigError("dp_rank and dp_size go together: give both, or neither")
         self._config = config
         self._sizes: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
             "global_batch_size": global_batch_size,
         }
-        self._data_parallel = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
+        self._data_parallel: tuple[int, int] | None = None
+        if dp_rank is not None or dp_size is not None:
+            self._data_parallel = data_parallel(dp_rank, dp_size)
         self._options = options
         self._batches: ConsumedBatches | None = None
         self._rank_of_batches: tuple[int, int] | None = None
@@ -175,9 +177,11 @@ class StreamDataHooks:
         if self._data_parallel is not None:
             return self._data_parallel
         trainer = getattr(self, "trainer", None)
-        places = None if trainer is None else trainer.distributed_sampler_kwargs
-        if not places:
+        if trainer is None:
             return 0, 1
+        places = trainer.distributed_sampler_kwargs
+        if not places:  # a strategy of one process
+            return data_parallel(None, None)
         return places["rank"], places["num_replicas"]
 
     def _check_trainer(self) -> None:

@@ -24,6 +24,7 @@ from streammega.errors.cached_property import cached_property
 from streammega.integrations.frameworks import import_framework, with_used_fields
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader
+from streammega.loading.ranks import data_parallel
 from streammega.order.split import SPLITS
 from streammega.order.stream_order import default_lanes
 from streammega.samples.fields import Batch
@@ -75,11 +76,12 @@ class MegatronBatches(Iterator[Batch]):
         *,
         split: str,
         micro_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         consumed_samples: int = 0,
         **options: Any,
     ) -> None:
+        dp_rank, dp_size = data_parallel(dp_rank, dp_size)
         self._config = with_used_fields(config, BATCH_FIELDS)
         self._consumed = consumed_samples
         self._loader: StreamLoader | None = None

@@ -35,6 +35,7 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
+from streammega.loading.ranks import data_parallel
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import canonical_json, describe_differences
 from streammega.samples.fields import Batch, batch_fields
@@ -120,13 +121,14 @@ class TextStream:
         *,
         micro_batch_size: int,
         global_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         lanes: int = 1,
         texts: Callable[[str], Iterable[str]] | None = None,
         seed: int | None = None,
         passes: int | None = None,
     ) -> None:
+        dp_rank, dp_size = data_parallel(dp_rank, dp_size)
         TrainingSchedule(global_batch_size=global_batch_size).check(
             micro_batch_size, dp_rank, dp_size
         )

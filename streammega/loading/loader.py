@@ -62,8 +62,7 @@ class StreamLoader:
 
     Args:
         config, split, micro_batch_size, global_batch_size, rampup_batch_size: as in StreamingDataset.
-        dp_rank, dp_size: this data-parallel rank.
-        mesh: in place of both, a DeviceMesh. Its dimension "dp", or its only one, gives rank and size.
+        dp_rank, dp_size, mesh: this data-parallel rank, as in StreamingDataset.
         prefetch: micro-batches made ahead of the step. `storage.memory_bytes` limits how far ahead
             bytes are fetched.
         evaluation: begin every iteration at the first sample; None: for every split but "train".
@@ -108,14 +107,14 @@ class StreamLoader:
         log_every: int = 0,
         metrics_port: int | None = None,
     ) -> None:
-        rank, size = _data_parallel(dp_rank, dp_size, mesh)
         self.dataset = StreamingDataset(
             config,
             split=split,
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
-            dp_rank=rank,
-            dp_size=size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            mesh=mesh,
             rampup_batch_size=rampup_batch_size,
         )
         if cp_size > 1 and not ids_only:
@@ -152,7 +151,7 @@ class StreamLoader:
         self._stats = self._new_stats()
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:
-            self._metrics = MetricsServer(self._stats, metrics_port, rank)
+            self._metrics = MetricsServer(self._stats, metrics_port, self.dataset.dp_rank)
         self._device: torch.device | None = None
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
@@ -459,29 +458,3 @@ def _batches_of(
                 if num_global_batches % log_every == 0:
                     line = engine.stats.line()
                     log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
-
-
-def _data_parallel(
-    dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None
-) -> tuple[int, int]:
-    """(rank, size) from the two numbers or from a mesh; (0, 1) without either.
-
-    Raises ConfigError if one of the numbers is missing, if numbers and a mesh are given, or if the
-    mesh has several dimensions and none is named "dp".
-    """
-    if mesh is None:
-        if (dp_rank is None) != (dp_size is None):
-            raise ConfigError(
-                "dp_rank and dp_size go together: give both, or a mesh, "
-                "or neither for a single rank"
-            )
-        return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
-    if dp_rank is not None or dp_size is not None:
-        raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and "dp" not in names:
-        raise ConfigError(
-            f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'"
-        )
-    dim = names.index("dp") if "dp" in names else 0
-    return mesh.get_local_rank(dim), mesh.size(dim)

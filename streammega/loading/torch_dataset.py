@@ -7,7 +7,7 @@ import logging
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
+from streammega.loading.ranks import data_parallel
 from streammega.loading.worker_state import IterationStart, IterationState
 from streammega.loading.worker_transfer import (
     WorkerBatch,
@@ -34,6 +35,9 @@ from streammega.samples.loss_masks import SampleJoins
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
 from streammega.samples.source import SampleSource, check_fields, dataset_of_samples
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         micro_batch_size: samples of one batch of this rank.
         global_batch_size: samples of one optimizer step over all ranks; a multiple of
             micro_batch_size * dp_size.
-        dp_rank, dp_size: this data-parallel rank.
+        dp_rank, dp_size: this data-parallel rank. dp_size=1 alone: this process reads everything, also
+            beside others. Without both, it must be the only process of its job.
+        mesh: in place of both, a DeviceMesh. Its dimension "dp", or its only one, gives rank and size.
         rampup_batch_size: (start, increment, samples): the global batch grows from start to
             global_batch_size, in steps of increment, over this many samples.
 
@@ -85,12 +91,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         split: str = "train",
         micro_batch_size: int,
         global_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         rampup_batch_size: tuple[int, int, int] | None = None,
     ) -> None:
         if not isinstance(config, DataConfig):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
+        dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
         if split == "train":  # the others have no phases
             config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
         schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)
@@ -269,7 +277,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 "streammega.integrations.accelerate.StreamDataLoader, which prepare does not change. "
                 "Or iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
                 "accelerator.register_for_checkpointing(loader). "
-                "Or give the dataset neither dp_rank nor dp_size"
+                "Or give the dataset dp_size=1"
             )
 
     def seek(self, consumed_samples: int) -> None:

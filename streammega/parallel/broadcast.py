@@ -147,7 +147,13 @@ class BatchBroadcast:
                 "get_batch reads ids on the host and copies them to the device itself: "
                 "leave out prefetch_to"
             )
-        config = loader.dataset.config
+        dataset = loader.dataset
+        if (dataset.dp_rank, dataset.dp_size) != (ranks.at["dp"], ranks.layout.dp):
+            raise ConfigError(
+                f"the loader reads for dp_rank {dataset.dp_rank} of {dataset.dp_size}, and this rank is "
+                f"{ranks.at['dp']} of {ranks.layout.dp}: use open_loader"
+            )
+        config = dataset.config
         self._loader = loader
         self._ranks = ranks
         self._device = device

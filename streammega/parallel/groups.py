@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from streammega.errors import ConfigError
+from streammega.loading.ranks import check_alone
 from streammega.parallel.layout import ParallelLayout
 
 WORLD = "tp-cp-dp-pp"
@@ -29,11 +30,16 @@ class Ranks:
         layout: of all ranks of the world.
         timeout: of the groups' collectives; None: torch's default, half an hour with gloo.
 
-    Raises ConfigError if the world has another size than the layout.
+    Raises ConfigError if the world has another size than the layout, or a job of several processes
+    has no process group.
     """
 
     def __init__(self, layout: ParallelLayout, timeout: timedelta | None = None) -> None:
         self.layout = layout
+        if not dist.is_initialized():
+            check_alone(
+                "but torch.distributed has no process group: call init_process_group before Ranks"
+            )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != layout.world_size:

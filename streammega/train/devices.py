@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.words import pluralize
+from streammega.loading.ranks import WORLD_SIZE, count_in, launched_tasks
 from streammega.train.config import RunConfig, TrainConfig
 from streammega.train.config_check import differences
 from streammega.train.watchdog import Watchdog
@@ -29,8 +30,6 @@ START_TIMEOUT = 300.0
 """Seconds that ranks may start apart."""
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on a host."""
-TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
-"""How many processes were started together, and by what."""
 SET_VARIABLES = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
 MAX_PORT = 65535
 WORKSPACE = ":4096:8"
@@ -94,19 +93,19 @@ def process_info(environment: Mapping[str, str]) -> ProcessInfo:
     Raises ConfigError where several processes were started without saying so to torch: each would
     train the whole run.
     """
-    for name, launcher in TASKS.items():
-        tasks = _number(environment, name, 1)
-        if "WORLD_SIZE" not in environment and tasks > 1:
-            raise ConfigError(
-                f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would "
-                f"train the run by itself; {SET_VARIABLES}"
-            )
+    launched = None if WORLD_SIZE in environment else launched_tasks(environment)
+    if launched is not None:
+        launcher, tasks = launched
+        raise ConfigError(
+            f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would "
+            f"train the run by itself; {SET_VARIABLES}"
+        )
     names = [name for name in LOCAL_RANKS if environment.get(name)]
     return ProcessInfo(
-        rank=_number(environment, "RANK", 0),
-        world_size=_number(environment, "WORLD_SIZE", 1),
-        local_rank=_number(environment, names[0], 0) if names else None,
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        rank=count_in(environment, "RANK", 0),
+        world_size=count_in(environment, WORLD_SIZE, 1),
+        local_rank=count_in(environment, names[0], 0) if names else None,
+        local_world_size=count_in(environment, "LOCAL_WORLD_SIZE", 1),
     )
 
 
@@ -125,16 +124,6 @@ def metrics_port_of(first_port: int | None, process: ProcessInfo) -> int | None:
             f"the largest port is {MAX_PORT}: choose a lower one"
         )
     return port
-
-
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that counts from 0; `default` where it is not set, or empty."""
-    text = environment.get(name) or str(default)
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{name} is {text!r} in the environment; it must be a whole number, at least 0"
-        )
-    return int(text)
 
 
 def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, str]:

@@ -289,6 +289,25 @@ def test_what_was_opened_before_a_trainer_said_the_rank_is_opened_again(
     data.teardown("fit")
 
 
+@pytest.mark.guarantee("ranks-said")
+def test_a_strategy_of_one_process_in_a_job_of_several_is_refused(
+    endless: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would train by itself on the same batches."""
+    from streammega.integrations.lightning import StreamDataModule
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    alone: Any = SimpleNamespace(distributed_sampler_kwargs=None)
+    data = StreamDataModule(endless, **SIZES)
+    data.trainer = alone
+    for open_loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2 .*or dp_size=1"):
+            open_loader()
+    meant = StreamDataModule(endless, dp_size=1, **SIZES)
+    meant.trainer = alone
+    assert meant.loader.dataset.dp_size == 1
+
+
 @pytest.mark.guarantee("lightning-states-loaded")
 def test_what_cannot_be_right_is_refused_before_the_first_batch(
     endless: DataConfig, sized: DataConfig, tmp_path: Path

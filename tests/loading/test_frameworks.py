@@ -260,7 +260,7 @@ def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_
 def dealt_by_accelerate(rank: int, config: DataConfig) -> list[int]:
     """The samples that accelerate gives to a rank, of a dataset that knows of no ranks."""
     with accelerator_of(rank, 2) as accelerator:
-        dataset = StreamingDataset(config, **SIZES)
+        dataset = StreamingDataset(config, **SIZES, dp_size=1)
         loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
         places = {
             dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n

@@ -310,7 +310,7 @@ def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(
         b += list(second)
         for x, y in zip(a, b, strict=True):
             assert all(torch.equal(x[name], y[name]) for name in x)
-    assert alone == len(a) == len(StreamLoader(config, **SIZES))
+    assert alone == len(a) == len(StreamLoader(config, **SIZES, dp_size=1))
 
 
 @pytest.mark.guarantee("get-batch-fields")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from streammega import StreamLoader
 from streammega.cli.main import main
 from tests.support.builders import write_dataset
+from tests.support.processes import launch
 from tests.support.servers import S3
 
 README = Path(__file__).parents[2] / "README.md"
@@ -93,6 +97,56 @@ def test_the_ten_lines_train_save_and_resume() -> None:
     batch = next(iter(names["loader"]))
     assert batch["tokens"].equal(seen[2]), "two batches were handed out before the state was saved"
     names["loader"].close()
+
+
+RANK_OF_THE_TEN_LINES = """
+import os, sys
+import torch
+
+rank, world, device, model, time_to_save = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "cpu", None, True
+seen, saved = [], []
+
+def train_step(batch):
+    seen.append(batch["tokens"].clone())
+    if len(seen) == 3:
+        raise StopIteration
+
+def save(model, state):
+    saved.append(state)
+"""
+"""What a user's program has around the ten lines. Its third step ends it."""
+
+
+@pytest.mark.guarantee("code-commands-readme")
+@pytest.mark.usefixtures("_surroundings")
+def test_the_ten_lines_under_torchrun_read_each_sample_on_one_rank(tmp_path: Path) -> None:
+    """They stand as in the README. Without their word on ranks, every rank refuses to begin."""
+    put_dataset("web")
+    put_dataset("code")
+    (code,) = blocks(section("Ten lines"), "python")
+    loop = code.rsplit("loader.load_state_dict(state)", 1)[0]
+    program = (
+        f"{RANK_OF_THE_TEN_LINES}\ntry:\n{textwrap.indent(loop, '    ')}\nexcept StopIteration:\n    pass\n"
+        "torch.save({'seen': torch.stack(seen), 'state': saved[-1]}, sys.argv[1] + f'/rank-{rank}.pt')\n"
+    )
+    ranks = launch(tmp_path, 2, ["-c", program, str(tmp_path)])
+    assert ranks.ended(0, 1, within=120) == [0, 0], ranks.log(0) + ranks.log(1)
+    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
+    assert first["state"] == second["state"]
+    names: dict[str, Any] = {}
+    exec(code.split("loader = ", 1)[0], names)
+    with StreamLoader(names["data"], micro_batch_size=8, global_batch_size=1024) as whole:
+        for step, batch in zip(range(3), whole, strict=False):
+            both = torch.cat([first["seen"][step], second["seen"][step]])
+            assert sorted(both.tolist()) == sorted(batch["tokens"].tolist())
+
+    unsaid = program.replace(", dp_rank=rank, dp_size=world", "")
+    assert unsaid != program
+    (tmp_path / "unsaid").mkdir()
+    ranks = launch(tmp_path / "unsaid", 2, ["-c", unsaid, str(tmp_path)])
+    assert ranks.ended(0, 1, within=120) == [1, 1]
+    for rank in range(2):
+        assert "WORLD_SIZE is 2 in the environment, and nothing says which rank" in ranks.log(rank)
 
 
 def commands() -> list[str]:

@@ -34,7 +34,7 @@ def stream(config: DataConfig, steps: int) -> list[list[int]]:
     """The samples of so many steps, by the bare loader; after the end the next pass."""
     rows: list[list[int]] = []
     whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
-    with StreamLoader(config, **whole) as loader:
+    with StreamLoader(config, **whole, dp_size=1) as loader:
         while len(rows) < steps * GLOBAL_BATCH:
             for batch in loader:
                 rows += rows_of(batch)
