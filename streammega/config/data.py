@@ -79,8 +79,9 @@ class FieldsConfig:
     """
     create_attention_mask: bool = False
     """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
-    vocab_size: int | None = None
-    """When given, a token id at or past it is an error."""
+    vocab_size: Annotated[int | None, Ge(1)] = None
+    """When given, a token id at or past it is an error, and so is a dataset whose manifest has more ids.
+    """
     fields: Sequence[str] | None = None
     """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
     None: "tokens", "labels", "loss_mask", "position_ids", and those that other settings add. Batches of

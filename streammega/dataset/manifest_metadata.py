@@ -22,10 +22,13 @@ MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class TokenizerLabel:
-    """A tokenizer by its name, for messages, and its digest."""
+    """A tokenizer by its name, for messages, and its digest. vocab_size: ids run below it; None: not
+    known.
+    """
 
     name: str
     digest: str
+    vocab_size: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.digest[:12]})"
@@ -89,7 +92,7 @@ def tokenizers_of(shards: Sequence[Shard], name: str) -> set[TokenizerLabel]:
     for shard in shards:
         manifest = _manifest_of(shard, name, manifests)
         if manifest is not None and manifest.tokenizer.get("digest"):
-            labels.add(TokenizerLabel(*manifest.tokenizer_label))
+            labels.add(TokenizerLabel(*manifest.tokenizer_label, manifest.vocab_size))
     return labels
 
 

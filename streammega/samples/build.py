@@ -17,7 +17,7 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_packing
 from streammega.samples.segments import SplitBlend, split_blend
-from streammega.samples.token_file import check_tokenizers
+from streammega.samples.token_file import check_tokenizers, check_vocabulary
 from streammega.storage.thread_pool import parallel_map
 
 MAX_OPENERS = 16
@@ -119,6 +119,8 @@ def _single(
     Units of the split are sequences, or the bins of a packed dataset. opened: has the dataset.
     """
     indexed = opened[prefix]
+    if config.vocab_size is not None:
+        check_vocabulary(indexed.prefix, indexed.tokenizers, config)
     bounds = split_bounds(shares, num_units_of(indexed))[split]
     if bounds is None:
         return None

@@ -22,7 +22,7 @@ from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_of_shards
-from streammega.samples.token_file import TokenFile, check_tokenizers
+from streammega.samples.token_file import TokenFile, check_tokenizers, check_vocabulary
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
 
@@ -34,8 +34,8 @@ MANY_SEQUENCES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if they are
-    not compared.
+    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if nothing asks
+    for them.
     """
 
     name: str
@@ -54,8 +54,9 @@ def open_datasets(
     """The datasets of these prefixes, in their order, each with its parts that belong to a split.
 
     shares: the split string, which cuts every dataset by itself. known: datasets that are open
-    already, and stay as they are. Raises ConfigError if a dataset has nothing for the split, or
-    another tokenizer than the others; StorageError and FormatError for the files.
+    already, and stay as they are. Raises ConfigError if a dataset has nothing for the split, more ids
+    than the config's vocabulary, or another tokenizer than the others; StorageError and FormatError for
+    the files.
     """
     opened_of_name = {dataset.name: dataset for dataset in known}
     missing = [name for name in prefixes if name not in opened_of_name]
@@ -63,6 +64,7 @@ def open_datasets(
     compares_tokenizers = not config.allow_mixed_tokenizers and (
         len(prefixes) > 1 or config.follow is not None
     )
+    needs_tokenizers = compares_tokenizers or config.vocab_size is not None
 
     def open_missing() -> list[OpenDataset]:
         shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
@@ -70,9 +72,11 @@ def open_datasets(
         def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
             name, shards = dataset
             opened = _cut_dataset(name, shards, shares, split, config)
-            if not compares_tokenizers:
+            if not needs_tokenizers:
                 return opened
-            return replace(opened, tokenizers=tokenizers_of(shards, name))
+            tokenizers = tokenizers_of(shards, name)
+            check_vocabulary(name, tokenizers, config)
+            return replace(opened, tokenizers=tokenizers)
 
         datasets = list(zip(missing, shards_of, strict=True))
         is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)

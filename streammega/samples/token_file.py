@@ -120,6 +120,19 @@ def tokenizer_origin(name: str, config: DataConfig) -> str:
     return f"{name}, made with tokenizer {' and '.join(sorted(map(str, labels)))}"
 
 
+def check_vocabulary(name: str, tokenizers: Iterable[TokenizerLabel], config: DataConfig) -> None:
+    """Raise ConfigError if the config leaves out ids that a dataset's tokenizer has. More of them are a
+    padded vocabulary.
+    """
+    sizes = [label.vocab_size for label in tokenizers if label.vocab_size is not None]
+    if config.vocab_size is not None and max(sizes, default=0) > config.vocab_size:
+        raise ConfigError(
+            f"{name}: its manifest has vocab_size {max(sizes)}, and the config {config.vocab_size}, so "
+            f"its ids from {config.vocab_size} on would be errors in the middle of a run; set vocab_size "
+            f"to {max(sizes)} or more (model.vocab_size of a run)"
+        )
+
+
 def check_tokenizers(datasets: Iterable[tuple[str, set[TokenizerLabel]]]) -> None:
     """Raise ConfigError if two datasets have different tokenizers, with the datasets of each.
     datasets: (name, tokenizers); datasets without any pass.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 
@@ -27,7 +28,15 @@ from streammega import (
 from streammega.convert import convert
 from streammega.dataset.manifest import read_manifest
 from streammega.errors import ConfigError, ConvertError, FormatError
-from tests.support.builders import write_dataset
+from streammega.train.config import ModelConfig, RunConfig, load_run
+from streammega.train.trainer import Trainer
+from tests.support.builders import (
+    convert_bytes,
+    data_config,
+    write_dataset,
+    write_jsonl,
+    write_run_file,
+)
 
 
 def tokenizer(path: Path, words: list[str]) -> str:
@@ -224,6 +233,59 @@ def test_a_merge_warns_of_inputs_whose_tokenizer_no_manifest_names(
 SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
 
 
+@pytest.mark.guarantee("vocabulary-of-manifest")
+@pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
+def test_a_vocabulary_below_the_manifests_is_refused_before_a_token_is_read(
+    tmp_path: Path, order: Any
+) -> None:
+    folder = tmp_path / "folder"
+    prefix = str(folder / "web")
+    convert_bytes(prefix, write_jsonl(tmp_path / "in.jsonl", ["some text"] * 40), shard_bytes=256)
+    write_dataset(tmp_path / "raw", [np.arange(400) % 300])
+
+    def open_of(blend: Any, vocab_size: int, **settings: Any) -> None:
+        config = data_config(blend, tmp_path, order=order, vocab_size=vocab_size, **settings)
+        StreamLoader(config, **SIZES).close()
+
+    for name in (prefix, str(folder), f"{prefix}.manifest.json"):
+        for blend in ([name], [(name, 0.5), (str(tmp_path / "raw"), 0.5)]):
+            message = (
+                rf"^{re.escape(name)}: its manifest has vocab_size 257, and the config 200, .*"
+                "set vocab_size to 257 or more"
+            )
+            for mixed in (False, True):
+                with pytest.raises(ConfigError, match=message):
+                    open_of(blend, 200, allow_mixed_tokenizers=mixed)
+            for padded in (257, 320):
+                open_of(blend, padded)
+    for size in (0, -1):
+        with pytest.raises(ConfigError, match=r"vocab_size is .*; it must be at least 1"):
+            open_of([prefix], size)
+
+
+@pytest.mark.guarantee("vocabulary-of-manifest")
+def test_a_model_with_fewer_ids_than_the_data_is_refused_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    prefix = convert_bytes(
+        tmp_path / "web", write_jsonl(tmp_path / "in.jsonl", ["some text"] * 400)
+    ).prefix
+    path = write_run_file(
+        tmp_path, data={"blend": [prefix], "order": "stream"}, train={"train_iters": 2}
+    )
+    message = "its manifest has vocab_size 257, and the config 200, .*model.vocab_size of a run"
+    for config in (
+        load_run(path, ["model.vocab_size=200"]),
+        RunConfig(
+            data=data_config([prefix], tmp_path, order="stream"),
+            model=ModelConfig(vocab_size=200),
+            train=load_run(path).train,
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(config, torch.device("cpu"))
+
+
 def read_by(way: str, config: DataConfig) -> None:
     """Read some batches. way: who reads, and where the ids are looked at."""
     if way == "loader":
@@ -265,6 +327,8 @@ def test_ids_outside_of_the_vocabulary_name_their_dataset_and_its_tokenizer(
         "the vocabulary of 7; ",
         str(wrong.value),
     )
+    manifest = Path(f"{sets['first']}.manifest.json")
+    manifest.write_text(manifest.read_text().replace('"vocab_size": 4', '"vocab_size": 3'))
     with pytest.raises(FormatError) as wrong:
         read_by(way, DataConfig(blend=blend[:1], vocab_size=3, **settings))
     expected = f"{sets['first']}, made with tokenizer {label(sets, 'first')}: token id 3 is outside"

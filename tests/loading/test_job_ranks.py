@@ -25,7 +25,7 @@ from streammega.integrations.webdataset import TextStream
 from streammega.parallel import open_loader
 from tests.support.gang import on_ranks
 
-SIZES = {"micro_batch_size": 2, "global_batch_size": 4}
+SIZES: Any = {"micro_batch_size": 2, "global_batch_size": 4}
 SAID_BY_LAUNCHERS = (
     *("WORLD_SIZE", "RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -40,7 +40,9 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def text_stream(_config: DataConfig, **ranks: Any) -> TextStream:
     fields = FieldsConfig(sequence_length=16)
-    return TextStream(["a"], list, fields, texts=lambda _: ["text"], **SIZES, **ranks)
+    return TextStream(
+        ["a"], lambda text: list(text.encode()), fields, texts=lambda _: ["text"], **SIZES, **ranks
+    )
 
 
 def megatron_batches(config: DataConfig, **ranks: Any) -> MegatronBatches:

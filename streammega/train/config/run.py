@@ -60,7 +60,7 @@ class RunConfig:
         # Every phase has its first sample. All other code uses it, and neither steps nor tokens.
         data = resolve_phase_starts(data, train.global_batch_size, train.rampup_batch_size)
         object.__setattr__(self, "data", data)  # the way to set a field of what is frozen
-        self._check_vocabulary()
+        self._set_vocabulary()
         recompute = self.train.recompute
         if isinstance(recompute, int) and recompute > self.model.layers:
             raise ConfigError(
@@ -80,10 +80,13 @@ class RunConfig:
                     f"validation set {name!r} must have a name of letters, digits, - and _; rename it"
                 )
 
-    def _check_vocabulary(self) -> None:
+    def _set_vocabulary(self) -> None:
+        """The data is checked against the model's vocabulary, unless it names its own."""
         of_data = self.data.vocab_size
         of_model = self.model.vocab_size
-        if of_data is not None and of_data > of_model:
+        if of_data is None:
+            object.__setattr__(self, "data", replace(self.data, vocab_size=of_model))
+        elif of_data > of_model:
             raise ConfigError(
                 f"data.vocab_size is {of_data}, more than model.vocab_size {of_model}: the model "
                 f"has no embedding for the ids between; leave data.vocab_size out, "
@@ -151,8 +154,6 @@ def _run_of_table(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
         table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
     _check_phases(table.get("data"))
-    if "vocab_size" in table["model"]:
-        table["data"].setdefault("vocab_size", table["model"]["vocab_size"])
     # Each class checks the types of its fields by itself.
     settings = dacite.Config(
         strict=True, check_types=False, cast=[tuple], type_hooks={float: _to_float}
