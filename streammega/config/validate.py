@@ -10,7 +10,7 @@ import numbers
 import operator
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from difflib import get_close_matches
@@ -29,8 +29,6 @@ from typing import (
     get_origin,
     get_type_hints,
 )
-
-import numpy as np
 
 from streammega.errors import ConfigError
 
@@ -107,7 +105,7 @@ def field_types(settings: type) -> dict[str, FieldType]:
 
 def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) -> None:
     """Raise ConfigError for a field whose value its type forbids: another kind of value, none of
-    its choices, or out of its bounds. Numbers of other kinds (numpy's) become plain ones.
+    its choices, or out of its bounds. Numbers of numpy and torch become Python's, their arrays lists.
 
     section: a prefix of names in messages, such as "train.". hides_text: text in place of a number is
     not repeated, for it may be a secret in the wrong line.
@@ -116,7 +114,7 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
     types = field_types(settings_class)
     for item in fields(settings):
         kind = types[item.name]
-        value = getattr(settings, item.name)
+        value = plain(getattr(settings, item.name))
         is_choice = isinstance(value, str) and value in kind.choices
         if is_choice or (value is None and kind.is_optional):
             continue
@@ -139,6 +137,26 @@ def check_fields(settings: Any, section: str = "", *, hides_text: bool = False) 
                 raise ConfigError(f"{words}; it must be {kind.range}")
 
 
+def plain(value: Any) -> Any:
+    """The same with Python's own numbers, also within lists and tuples: those of numpy and torch become
+    these, and their arrays lists. Others could be kept in no state.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
+
+
+def whole_number(name: str, value: Any, minimum: int | None = None) -> int:
+    """An argument as Python's int. Raises ConfigError for another kind of value, or a lower one."""
+    number = plain(value)
+    expected = "a whole number" if minimum is None else f"a whole number, at least {minimum}"
+    is_whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    if not is_whole or (minimum is not None and number < minimum):
+        raise ConfigError(f"{name} is {number!r}; it must be {expected}")
+    return int(number)
+
+
 def _field_in_words(
     item: Field[Any], value: Any, kind: FieldType, section: str, hides_text: bool
 ) -> str:
@@ -153,13 +171,14 @@ def _field_in_words(
 
 
 KINDS: dict[Any, tuple[str, Any, Any]] = {
-    bool: ("true or false", bool | np.bool_ | int, ()),
+    bool: ("true or false", bool | int, ()),
     int: ("a whole number", numbers.Integral, bool),
     float: ("a number", numbers.Real, bool),
     str: ("text", str | os.PathLike, ()),
     Path: ("a path", str | os.PathLike, ()),
     tuple: ("a list", Iterable, str | bytes | Mapping),
-    Sequence: ("a list", Iterable, str | bytes | Mapping),
+    # an iterator would be read by the first check
+    Sequence: ("a list", Iterable, str | bytes | Mapping | Iterator),
     dict: ("a mapping", Mapping, ()),
     Mapping: ("a mapping", Mapping, ()),
 }
@@ -183,7 +202,9 @@ def _as_kind(value: Any, kind: Any) -> Any:
         if value not in (0, 1):
             raise TypeError
         return bool(value)
-    return int(value) if origin is int else value
+    if origin is int or (origin is float and type(value) is not int):
+        return origin(value)
+    return value
 
 
 def _fixed_size(kind: Any) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import FieldsConfig
-from streammega.config.validate import parse_json
+from streammega.config.validate import parse_json, whole_number
 from streammega.dataset.manifest_metadata import list_names
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
@@ -129,6 +129,11 @@ class TextStream:
         passes: int | None = None,
     ) -> None:
         dp_rank, dp_size = data_parallel(dp_rank, dp_size)
+        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
+        lanes = whole_number("lanes", lanes)
+        seed = None if seed is None else whole_number("seed", seed)
+        passes = None if passes is None else whole_number("passes", passes)
         TrainingSchedule(global_batch_size=global_batch_size).check(
             micro_batch_size, dp_rank, dp_size
         )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from streammega.config import DataConfig
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.errors.cached_property import cached_property
 from streammega.loading.device_prefetch import Copier, DeviceBatches
@@ -140,14 +141,14 @@ class StreamLoader:
                 f"an evaluation ends, and the {config.order} order of {split} has no end: set "
                 "num_samples=(train, valid, test), or evaluate the valid split, which is read once"
             )
+        cp_rank = whole_number("cp_rank", cp_rank)
+        cp_size = whole_number("cp_size", cp_size)
         self._cp = (cp_rank, cp_size)
         for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
             _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)
-        if not isinstance(prefetch, int | np.integer) or prefetch < 0:
-            raise ConfigError(f"prefetch is {prefetch!r}; it must be a whole number, at least 0")
-        self._prefetch = prefetch
+        self._prefetch = whole_number("prefetch", prefetch, 0)
         self._pinned = pin_memory
-        self._log_every = log_every
+        self._log_every = whole_number("log_every", log_every, 0)
         self._stats = self._new_stats()
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:

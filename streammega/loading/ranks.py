@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def data_parallel(
                 "dp_rank and dp_size go together: give both, or a mesh, or dp_size=1 alone for a "
                 "single rank"
             )
-        return dp_rank or 0, dp_size
+        rank = 0 if dp_rank is None else whole_number("dp_rank", dp_rank)
+        return rank, whole_number("dp_size", dp_size, 1)
     if dp_rank is not None or dp_size is not None:
         raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
     names = mesh.mesh_dim_names or ()

@@ -15,6 +15,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
@@ -99,6 +100,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if not isinstance(config, DataConfig):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
         dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
+        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
         if split == "train":  # the others have no phases
             config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
         schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)
@@ -205,7 +208,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def advance(self, consumed: int) -> None:
         """Note that the micro-step at `consumed` was handed out."""
-        self._consumed = consumed + self.step_samples
+        self._consumed = operator.index(consumed) + self.step_samples
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
@@ -285,7 +288,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
         From the start of its global batch there must be whole micro-steps of these ranks.
         """
-        consumed_samples = operator.index(consumed_samples)  # numpy integers are not JSON
+        consumed_samples = operator.index(consumed_samples)
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
         steps.attach(consumed_samples)
         steps.check_position(consumed_samples)
@@ -320,7 +323,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if num_batches is not None:
             start, origin = self._state.running
             steps = self.steps.from_origin(origin)
-            return steps.state(steps.after(start, num_batches))
+            return steps.state(steps.after(start, operator.index(num_batches)))
         if self._state.in_worker:
             raise StateError(
                 "a worker process reads ahead of the batches that the DataLoader handed out, "
@@ -333,7 +336,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def state_at(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        return self.steps.state(consumed)
+        return self.steps.state(operator.index(consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last sample that was handed out before the state was saved.

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from streammega.config import DataConfig, PhaseConfig, Segment
+from streammega.config.validate import plain, whole_number
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.order.sharding import check_batch_sizes
@@ -46,11 +47,13 @@ class TrainingSchedule:
     def __post_init__(self) -> None:
         if self.rampup_batch_size is None:
             return
-        if len(self.rampup_batch_size) != 3:
+        rampup = plain(self.rampup_batch_size)
+        if not isinstance(rampup, tuple | list) or len(rampup) != 3:
             raise ConfigError(
-                f"rampup_batch_size is {self.rampup_batch_size}; it takes three numbers: (first size, increment, samples)"
+                f"rampup_batch_size is {rampup}; it takes three numbers: (first size, increment, samples)"
             )
-        start, increment, samples = self.rampup_batch_size
+        start, increment, samples = (whole_number("rampup_batch_size", size) for size in rampup)
+        object.__setattr__(self, "rampup_batch_size", (start, increment, samples))
         final = self.global_batch_size
         if start < 1 or increment < 1 or samples < 1 or start > final:
             raise ConfigError(

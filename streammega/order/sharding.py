@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.kernels.packing import deal
 
@@ -29,10 +30,7 @@ def check_batch_sizes(
         "dp_size": dp_size,
     }
     for name, value in sizes.items():
-        if not isinstance(value, int | np.integer):
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number")
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+        whole_number(name, value, 1)
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"dp_rank {dp_rank} is not in [0, {dp_size})")
     if global_batch_size % (micro_batch_size * dp_size):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 
@@ -76,6 +77,7 @@ class ParallelLayout:
 
         Raises ConfigError if tp * cp * pp does not divide the world, or experts do not fit it.
         """
+        world_size = whole_number("world_size", world_size)
         # Checks these sizes before they divide anything.
         one_copy = cls(tp=tp, cp=cp, pp=pp, order=order)
         dp, rest = divmod(world_size, one_copy.world_size)
@@ -210,10 +212,8 @@ class ParallelLayout:
         if self.etp is not None:
             sizes["etp"] = self.etp
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(
-                    f"{name} is {size!r}; a parallel size is a whole number of at least 1"
-                )
+            # the way to set a field of what is frozen
+            object.__setattr__(self, name, whole_number(name, size, 1))
 
     def _check_order(self) -> None:
         dimensions = self.order.lower().split("-")

@@ -15,6 +15,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import MAX_DATASETS, DataConfig
+from streammega.config.validate import plain
 from streammega.dataset import cached_arrays
 from streammega.dataset.local_cache import ArrayKind, corrupt_cache_error
 from streammega.errors import ConfigError
@@ -53,6 +54,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     def __init__(
         self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
     ) -> None:
+        weights, size = plain(weights), plain(size)
         _check_blend(datasets, weights, size)
         self.datasets = list(datasets)
         self.size = size

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from streammega.config import DataConfig
+from streammega.config.validate import plain
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
 from streammega.order.megatron import normalized, samples_asked
@@ -38,7 +39,7 @@ def build_datasets(
     Raises ConfigError for a split or blend that cannot be built, StorageError and FormatError for
     the files.
     """
-    counts = list(num_samples or config.num_samples or (None, None, None))
+    counts = list(plain(num_samples) or config.num_samples or (None, None, None))
     if len(counts) != len(SPLITS):
         raise ConfigError(
             f"num_samples is {counts}; it takes three counts: (train, valid, test), None for one epoch"

@@ -17,6 +17,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
+from streammega.config.validate import plain
 from streammega.dataset import IndexedDataset, cached_arrays
 from streammega.dataset.local_cache import SharedFolder, cache_folder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
@@ -143,7 +144,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             self.shape: GptShape = gpt_shape(
                 self._lengths,
                 self.sequence_ids,
-                num_samples,
+                plain(num_samples),
                 config.sequence_length,
                 self._has_extra_token,
                 split != "valid" or config.drop_last_partial_validation_sequence,

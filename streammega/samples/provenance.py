@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import MAX_SAMPLES, DataConfig
+from streammega.config.validate import whole_number
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
 from streammega.dataset.provenance import DocumentOrigin
@@ -122,7 +123,8 @@ class Provenance:
         config = recorded(config, split)
         self.config = config
         self.split = split
-        self.source: SampleSource = open_source(config, split, global_batch_size)
+        size = whole_number("global_batch_size", global_batch_size, 1)
+        self.source: SampleSource = open_source(config, split, size)
         self.datasets: Sequence[str] = prefixes_of(config, split)
         """The names of its datasets, over all phases."""
         self.names = DocumentNames(self.datasets, config)

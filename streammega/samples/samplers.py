@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.utils.data
 
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.order.sharding import check_batch_sizes, rank_samples
 
@@ -37,6 +38,10 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         data_sharding: bool = True,
         drop_last: bool = True,
     ) -> None:
+        total_samples = whole_number("total_samples", total_samples)
+        consumed_samples = whole_number("consumed_samples", consumed_samples)
+        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        dp_rank, dp_size = whole_number("dp_rank", dp_rank), whole_number("dp_size", dp_size, 1)
         check_batch_sizes(micro_batch_size * dp_size, micro_batch_size, dp_rank, dp_size)
         if kind not in ("single", "cyclic"):
             raise ConfigError(f"sampler {kind!r} is not one of 'single' and 'cyclic'")

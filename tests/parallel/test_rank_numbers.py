@@ -100,7 +100,7 @@ def test_meshes_go_both_ways(
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 0}, "tp is 0; a parallel size"),
+        ({"tp": 0}, "tp is 0; it must be a whole number, at least 1"),
         ({"dp": 2.0}, "dp is 2.0"),
         ({"order": "tp-cp-dp"}, None),
         ({"pp": 2, "order": "tp-cp-dp"}, "does not name pp"),

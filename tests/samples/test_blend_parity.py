@@ -406,7 +406,7 @@ def test_blends_in_all_their_forms(blend: Any, expected: Any) -> None:
         ([""], "prefix or a"),
         ([("a", 1, 2)], "prefix or a"),
         ({"a", "b"}, "a list of them"),  # whose order differs between processes
-        (iter(["a", "b"]), "a list of them"),  # which can be read once
+        (iter(["a", "b"]), "it must be text or a list"),  # which can be read once
     ],
 )
 def test_blends_that_mean_nothing_are_refused(blend: Any, message: str) -> None:
