@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.frameworks import check_phases
+from streammega.integrations.frameworks import check_batch_size, check_phases
 from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
@@ -68,12 +68,16 @@ class StreamDataLoader(DataLoader[Batch]):
         dp_rank, dp_size: the data-parallel rank; None: that of the process, which is right where no
             processes share a model (tensor or context parallelism).
         prepare_batch: converts each batch, on the device.
+        allow_batch_size_change: go on from a state of another global_batch_size too, which is an
+            error without it: the number of processes may have changed it.
         options: further options of StreamLoader. A loader for evaluation (`split="valid"`) begins every
             iteration at the first sample, and is in no checkpoint.
     """
 
     _is_accelerate_prepared = True  # so `prepare` does not wrap it
     use_stateful_dataloader = True  # so `save_state` saves its state
+    batch_size_settings = "global_batch_size={size} and gradient_accumulation_steps={count}"
+    """What makes a global batch: the words of an error, see `check_batch_size`."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class StreamDataLoader(DataLoader[Batch]):
         dp_rank: int | None = None,
         dp_size: int | None = None,
         prepare_batch: Callable[[Batch], Batch] | None = None,
+        allow_batch_size_change: bool = False,
         **options: Any,
     ) -> None:
         if dp_rank is None and dp_size is None:
@@ -99,11 +104,17 @@ class StreamDataLoader(DataLoader[Batch]):
         )
         self.loader.prefetch_to(accelerator.device)
         self.prepare_batch = prepare_batch
+        self.allow_batch_size_change = allow_batch_size_change
         self.gradient_state = accelerator.gradient_state
         self.end_of_dataloader = False
         """Whether the last batch of the pass was handed out: `accumulate` steps there in any case."""
         self.remainder = 0
         """Samples that were added to fill the last batch: none, as all batches are whole."""
+        self.stepped_at: int | None = None
+        """The position at which an optimizer stepped last."""
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that tell it."""
+        self._accelerator = weakref.ref(accelerator)
         self._awaits_state_of: str | None = None
         """The folder of the last `load_state`, until the loader has its position from there."""
         super().__init__(
@@ -136,14 +147,18 @@ class StreamDataLoader(DataLoader[Batch]):
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a state. Raises StateError for one of another order, and changes nothing."""
+        """Go on after a state. Raises StateError for one of another order or global batch, and changes
+        nothing.
+        """
+        if not self.allow_batch_size_change:
+            check_batch_size(state, self.loader.dataset, self.batch_size_settings)
         self.loader.load_state_dict(state)
-        self._awaits_state_of = None
+        self._awaits_state_of = self.stepped_at = None
 
     def seek(self, consumed_samples: int) -> None:
         """Go on at a global sample."""
         self.loader.seek(consumed_samples)
-        self._awaits_state_of = None
+        self._awaits_state_of = self.stepped_at = None
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: accelerate calls it before every pass, and all passes have the same order."""
@@ -151,6 +166,31 @@ class StreamDataLoader(DataLoader[Batch]):
     def close(self) -> None:
         """End reading ahead. The position stays."""
         self.loader.close()
+
+    def watch_optimizers(self) -> None:
+        """Have the optimizers that accelerate prepared until now tell where they step."""
+        accelerator = self._accelerator()
+        for prepared in getattr(accelerator, "_optimizers", ()):
+            register = getattr(prepared.optimizer, "register_step_post_hook", None)
+            if register is not None and prepared.optimizer not in self._watched:
+                register(_noting_step(self))
+                self._watched.add(prepared.optimizer)
+
+    def check_step(self) -> None:
+        """Raise ConfigError if an optimizer stepped within a global batch, since the last batch."""
+        dataset = self.loader.dataset
+        consumed = dataset.consumed_samples
+        if self.stepped_at != consumed:
+            return
+        schedule = dataset.steps.schedule
+        offset, size = schedule.offset_at(consumed), schedule.size_at(consumed)
+        if offset:
+            raise ConfigError(
+                f"the optimizer stepped {offset} samples into a global batch of {size}: step within "
+                "accelerator.accumulate, with "
+                f"gradient_accumulation_steps={size // dataset.step_samples}; or set "
+                f"global_batch_size={offset}, if that is meant"
+            )
 
 
 class PreparedIteration(Iterator[Batch]):
@@ -165,6 +205,7 @@ class PreparedIteration(Iterator[Batch]):
         owner = self._owner
         if not self._begun:
             self._begin()
+        owner.check_step()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -180,6 +221,8 @@ class PreparedIteration(Iterator[Batch]):
         owner.end_of_dataloader = False
         owner.gradient_state._remove_dataloader(owner)  # of an iteration that was left
         owner.gradient_state._add_dataloader(owner)
+        if not owner.loader.evaluation:
+            owner.watch_optimizers()
 
 
 def _rank_and_size(accelerator: Any) -> tuple[int, int]:
@@ -205,6 +248,18 @@ def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
             f"global_batch_size is {dataset.global_batch_size}, but accelerate steps after "
             f"{steps * dataset.step_samples} samples: give it gradient_accumulation_steps={expected_steps}"
         )
+
+
+def _noting_step(loader: StreamDataLoader) -> Callable[..., None]:
+    """A hook of an optimizer, for after its steps."""
+    loader_ref = weakref.ref(loader)
+
+    def note(*_: Any) -> None:
+        loader = loader_ref()
+        if loader is not None:
+            loader.stepped_at = loader.consumed_samples
+
+    return note
 
 
 def _expecting_state(loader: StreamDataLoader) -> Callable[[Any, Any], None]:

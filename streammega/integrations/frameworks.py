@@ -5,13 +5,15 @@ names a missing one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from streammega.config import ORDERS, DataConfig
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StateError
 from streammega.errors.extras import import_extra
+from streammega.loading import StreamingDataset
+from streammega.order.state import parse_state
 
 PACKAGES = {
     "lightning": "lightning",
@@ -73,6 +75,34 @@ def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:
         keeps_mask = config.create_attention_mask and "attention_mask" in used
         return replace(config, create_attention_mask=keeps_mask)
     return replace(config, fields=[name for name in config.field_names if name in used])
+
+
+def check_batch_size(
+    state: Mapping[str, Any],
+    dataset: StreamingDataset,
+    remedy: str,
+    on_purpose: str = "allow_batch_size_change=True",
+) -> None:
+    """Raise StateError for a state of a run with another global batch, and for what is no state.
+
+    For trainers whose global batch follows from the number of processes: to go on with fewer would
+    change it without a word. remedy: what to set, with {size} for the former global batch and {count} for its
+    micro-batches on this rank. on_purpose: what to set where the change is meant.
+    """
+    size = parse_state(state).global_batch_size
+    if size == dataset.global_batch_size:
+        return
+    count, rest = divmod(size, dataset.step_samples)
+    what = (
+        f"no number of micro-batches makes {size} samples on {dataset.dp_size} processes with "
+        f"{dataset.micro_batch_size} each, so change one of these"
+        if rest
+        else f"to keep it, set {remedy.format(size=size, count=count)}"
+    )
+    raise StateError(
+        f"the checkpoint is of a run with a global batch of {size} samples, and this run has "
+        f"{dataset.global_batch_size}: {what}. If the change is meant, set {on_purpose}"
+    )
 
 
 def check_phases(

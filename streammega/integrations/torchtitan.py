@@ -21,8 +21,9 @@ import torch
 
 from streammega.config import ORDERS, DataConfig, StorageConfig
 from streammega.errors import ConfigError
-from streammega.integrations.dcp import DataState
+from streammega.integrations.dcp import DataState, read_state
 from streammega.integrations.frameworks import (
+    check_batch_size,
     check_phases,
     class_on_demand,
     import_framework,
@@ -266,7 +267,13 @@ class TitanLoader:
         return DataState(self.loader).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises StateError for a state of another loader or order, and changes nothing."""
+        """Raises StateError for a state of another loader or order, and changes nothing. So it does for
+        one of another global batch, where the config leaves that to the number of ranks.
+        """
+        if self.config.global_batch_size < 0:
+            sizes = "training.global_batch_size, and that of the dataloader config, to {size}"
+            meant = "global_batch_size of the dataloader config to that of this run"
+            check_batch_size(read_state(state_dict), self.loader.dataset, sizes, meant)
         DataState(self.loader).load_state_dict(state_dict)
 
     def close(self) -> None:

@@ -95,11 +95,18 @@ def _add_losses_of_logits(
             losses.add(dataset_id[row : row + 1], of_token[None], learned[None])
 
 
+class TrainerDataLoader(StreamDataLoader):
+    """The micro-batches of a Trainer, whose arguments and processes make the global batch."""
+
+    batch_size_settings = "gradient_accumulation_steps={count}"
+
+
 class StreamTrainerMixin:
     """Before a Trainer: `class MyTrainer(StreamTrainerMixin, Trainer)`; for TRL's SFTTrainer, which
     wants a `train_dataset` in any case, one of a single record that is never trained on.
 
-    The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. An
+    The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. To
+    resume with another one is an error, unless `stream_options` has allow_batch_size_change=True. An
     epoch ends at the end of the data; a stream without an end needs `max_steps`. Evaluation reads the
     valid split of the stream, unless the Trainer has an `eval_dataset`.
 
@@ -110,7 +117,7 @@ class StreamTrainerMixin:
 
     Args:
         stream: what is read.
-        stream_options: further options of StreamLoader.
+        stream_options: further options of accelerate.StreamDataLoader and StreamLoader.
         arguments, keywords: as the Trainer takes them.
 
     Raises ConfigError for settings that these models cannot follow.
@@ -155,7 +162,7 @@ class StreamTrainerMixin:
         micro_batches = self.args.gradient_accumulation_steps * self.accelerator.num_processes
         global_batch_size = micro_batch_size * micro_batches
         check_phases(self._stream, "the Trainer", global_batch_size)
-        return StreamDataLoader(
+        return TrainerDataLoader(
             self.accelerator,
             self._stream,
             micro_batch_size=micro_batch_size,

@@ -354,7 +354,12 @@ class MicroSteps:
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        return make_state(self.identity(consumed), consumed, self.schedule.offset_at(consumed))
+        return make_state(
+            self.identity(consumed),
+            consumed,
+            self.schedule.offset_at(consumed),
+            global_batch_size=self.schedule.global_batch_size,
+        )
 
     def identity(self, consumed: int) -> dict[str, Any]:
         """The values that define the order of the samples before `consumed`.

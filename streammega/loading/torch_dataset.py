@@ -302,7 +302,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def state_dict(self, num_batches: int | None = None, *others: Any) -> dict[str, Any]:
         """The position at which to go on, the same on every rank: {"version", "consumed_samples",
-        "batch_offset", "order", "fingerprint"}.
+        "batch_offset", "global_batch_size", "order", "fingerprint"}.
 
         It counts the batches that were handed out. After an iteration has ended, the position is the
         first sample. Under a DataLoader with workers only the caller knows how many were handed out:

@@ -23,7 +23,8 @@ from streammega.errors import StateError
 PHASES = "phases"
 """The entry of an identity that has the later phases of a run: {number: what defines it}."""
 STATE_VERSION = 1
-KEYS = ("version", "consumed_samples", "batch_offset", "order", "fingerprint")
+COUNTS = ("consumed_samples", "batch_offset", "global_batch_size")
+KEYS = ("version", *COUNTS, "order", "fingerprint")
 """The entries of every state, in every order. Checkpoints with one entry a key (torch's DCP) can
 then load the state of another order, and the error here says what differs.
 """
@@ -41,10 +42,13 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A state that was read and is undamaged, of any order."""
+    """A state that was read and is undamaged, of any order. global_batch_size: of the run that saved
+    it, at its first sample: phases may change it since.
+    """
 
     consumed: int
     offset: int
+    global_batch_size: int
     order: Mapping[str, Any]
     """The identity of its order, with long lists digested."""
 
@@ -71,10 +75,14 @@ class SavedState:
 
 
 def make_state(
-    identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0
+    identity: Mapping[str, Any],
+    consumed_samples: int,
+    batch_offset: int = 0,
+    *,
+    global_batch_size: int,
 ) -> dict[str, Any]:
     """A JSON-able state under 1 KB. batch_offset: how many of the consumed samples belong to a
-    global batch that is not finished.
+    global batch that is not finished. global_batch_size: see SavedState.
     """
     order: Mapping[str, Any] = identity
     # Encoded twice: a state has it as text within JSON, where a quote takes two characters.
@@ -84,6 +92,7 @@ def make_state(
         "version": STATE_VERSION,
         "consumed_samples": consumed_samples,
         "batch_offset": batch_offset,
+        "global_batch_size": global_batch_size,
         "order": canonical_json(order),
         "fingerprint": _digest(order),
     }
@@ -112,10 +121,10 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             f"the data state has version {version!r}, this release reads version {STATE_VERSION}; "
             "resume with the release that saved it, or start a new run without the data state"
         )
-    consumed, offset = state["consumed_samples"], state["batch_offset"]
-    for name, count in (("consumed_samples", consumed), ("batch_offset", offset)):
-        if type(count) is not int or not 0 <= count <= MAX_SAMPLES:
-            raise StateError(f"{name} of the data state is {count!r}, not a count")
+    for name in COUNTS:
+        if type(state[name]) is not int or not 0 <= state[name] <= MAX_SAMPLES:
+            raise StateError(f"{name} of the data state is {state[name]!r}, not a count")
+    consumed, offset, global_batch_size = (state[name] for name in COUNTS)
     if offset > consumed:
         raise StateError(
             f"batch_offset {offset} of the data state is more than its {consumed} consumed samples"
@@ -129,7 +138,9 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             "the data state does not match its own fingerprint; the checkpoint is damaged or was "
             "edited"
         )
-    return SavedState(consumed=consumed, offset=offset, order=order)
+    return SavedState(
+        consumed=consumed, offset=offset, global_batch_size=global_batch_size, order=order
+    )
 
 
 def canonical_json(value: Any) -> str:

@@ -117,6 +117,70 @@ def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch
         StreamDataLoader(accelerator, sized, **SIZES)
 
 
+@pytest.mark.guarantee("trainers-batch-size")
+def test_fewer_processes_do_not_change_the_global_batch_without_a_word(
+    sized: DataConfig, tmp_path: Path
+) -> None:
+    """By a program that multiplies its sizes by the number of processes."""
+    state = {}
+    with accelerator_of(0, 1, gradient_accumulation_steps=2) as accelerator:
+        for world in (2, 1):
+            ranks: Any = {"dp_rank": 0, "dp_size": world}
+            sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4 * world}
+            loader = StreamDataLoader(accelerator, sized, **sizes, **ranks)
+            if world == 2:
+                next(iter(loader))
+                next(iter(loader))
+                state = loader.state_dict()
+                continue
+            before = loader.state_dict()
+            message = (
+                "a global batch of 8 samples, and this run has 4: to keep it, set "
+                "global_batch_size=8 and gradient_accumulation_steps=4. If the change is meant, set "
+                "allow_batch_size_change=True"
+            )
+            with pytest.raises(StateError, match=message):
+                loader.load_state_dict(state)
+            assert loader.state_dict() == before
+            meant = StreamDataLoader(accelerator, sized, **sizes, allow_batch_size_change=True)
+            meant.load_state_dict(state)
+            assert rows_of(next(iter(meant))) == stream(sized, 2)[8:10]
+            meant.close()
+            loader.close()
+        other = StreamDataLoader(accelerator, sized, micro_batch_size=3, global_batch_size=6)
+        with pytest.raises(StateError, match="no number of micro-batches makes 8 samples on 1 pro"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.guarantee("trainers-batch-size")
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+def test_steps_within_a_global_batch_are_refused_at_the_next_batch(
+    sized: DataConfig, micro_batches: int
+) -> None:
+    """A loop that steps by itself, or forgot to accumulate; with as many micro-batches a step as make
+    a global batch it is right.
+    """
+    with accelerator_of(0, 1) as accelerator:
+        loader = StreamDataLoader(accelerator, sized, **SIZES)
+        bare = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+        for number, batch in enumerate(batches := iter(loader), 1):
+            accelerator.backward(model(batch["labels"][:, :1].float()).sum())
+            if number % micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                if micro_batches < 4:
+                    message = (
+                        rf"stepped {2 * micro_batches} samples into a global batch of 8: .*"
+                        rf"gradient_accumulation_steps=4; or set global_batch_size={2 * micro_batches}"
+                    )
+                    with pytest.raises(ConfigError, match=message):
+                        next(batches)
+                    break
+        assert (number == 4 * STEPS) is (micro_batches == 4)
+        loader.close()
+
+
 @pytest.mark.guarantee("trainer-transformers-evaluates")
 def test_a_loader_for_evaluation_is_in_no_checkpoint(
     accelerator: Any, sized: DataConfig, tmp_path: Path

@@ -149,7 +149,7 @@ def test_states_of_lanes_that_do_not_fit_are_refused_and_change_nothing() -> Non
         with pytest.raises(StateError, match=words):
             join_states(joined)
     for given_, words in (
-        ({"lanes": 3, "dp_size": 2}, "a multiple of dp_size, which is 2"),
+        ({"lanes": 3, "dp_rank": 0, "dp_size": 2}, "a multiple of dp_size, which is 2"),
         ({"lanes": 9}, "at most the number of shards, 8"),
         ({"passes": 2}, "With several lanes it must be None"),
     ):

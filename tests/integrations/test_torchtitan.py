@@ -19,6 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.integrations.torchtitan import (
     IGNORE_INDEX,
     TitanBatch,
+    TitanLoader,
     TitanPairs,
     open_titan_loader,
     titan_batch,
@@ -254,6 +255,26 @@ def test_torchtitans_trainer_is_killed_and_goes_on_exactly(
     assert len(first) >= step
     assert first[: len(whole)] == whole[: len(first)]
     assert noted(folder, after, 1) == whole[step:]
+
+
+@pytest.mark.guarantee("trainers-batch-size")
+def test_fewer_ranks_do_not_change_the_global_batch_without_a_word(pair: str) -> None:
+    """Where the config leaves it to the number of ranks, as torchtitan's own default does."""
+    asked: Any = {"seq_len": 16, "local_batch_size": 2}
+    two = TitanLoader(config_of(blend=pair), dp_world_size=2, dp_rank=0, **asked)
+    next(iter(two))
+    state = two.state_dict()
+    one = TitanLoader(config_of(blend=pair), dp_world_size=1, dp_rank=0, **asked)
+    message = "a global batch of 4 samples, and this run has 2: to keep it, set training.* to 4. If"
+    with pytest.raises(StateError, match=message):
+        one.load_state_dict(state)
+    for size in (4, 2):  # kept, or changed on purpose
+        said = config_of(blend=pair, global_batch_size=size)
+        loader = TitanLoader(said, dp_world_size=1, dp_rank=0, **asked)
+        loader.load_state_dict(state)
+        assert loader.loader.consumed_samples == 4
+        loader.close()
+    two.close()
 
 
 @pytest.mark.guarantee("torchtitan-would-ignored")

@@ -28,8 +28,11 @@ from tests.support.trainer_programs import (
     huggingface_arguments,
     logged,
     rows_of,
+    sft_train,
+    sft_trainer,
     stream,
     tiny_model,
+    trained_to_the_end,
     transformers_evaluate,
     transformers_train,
 )
@@ -113,6 +116,50 @@ def test_a_killed_run_of_trls_trainer_resumes_exactly(
 ) -> None:
     pytest.importorskip("trl", reason="needs TRL: make integrations installs it")
     check_killed_trainer(gang, TRL, endless, tmp_path, before, after)
+
+
+@pytest.mark.guarantee("trainers-batch-size")
+@pytest.mark.usefixtures("needs_transformers")
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_fewer_processes_do_not_change_the_global_batch_without_a_word(
+    gang: Gang, endless: DataConfig, tmp_path: Path, trainer: str
+) -> None:
+    from transformers import TrainingArguments
+
+    if trainer == "trl":
+        pytest.importorskip("trl", reason="needs TRL: make integrations installs it")
+        from trl import SFTConfig
+
+    train = transformers_train if trainer == "transformers" else sft_train
+    gang.run(2, train, endless, str(tmp_path), 2, None, 2)
+    checkpoint = str(tmp_path / "checkpoint-2")
+
+    def resume(micro_batches: int, options: dict[str, Any]) -> int:
+        with accelerate_rank(0, 1):
+            settings: Any = {"micro_batches": micro_batches}
+            if trainer == "trl":
+                arguments = huggingface_arguments(
+                    SFTConfig, str(tmp_path / "one"), 1, 4, bf16=False, **settings
+                )
+                made = sft_trainer(arguments, endless, stream_options=options)
+            else:
+                arguments = huggingface_arguments(
+                    TrainingArguments, str(tmp_path / "one"), 1, 4, **settings
+                )
+                made = integration.StreamTrainer(
+                    model=tiny_model(), args=arguments, stream=endless, stream_options=options
+                )
+            state = trained_to_the_end(made, checkpoint)
+            return int(state["consumed_samples"])
+
+    message = (
+        "a global batch of 8 samples, and this run has 4: to keep it, set "
+        "gradient_accumulation_steps=4. If"
+    )
+    with pytest.raises(StateError, match=message):
+        resume(2, {})
+    assert resume(4, {}) == 4 * GLOBAL_BATCH
+    assert resume(2, {"allow_batch_size_change": True}) == 2 * GLOBAL_BATCH + 2 * 4
 
 
 @pytest.mark.guarantee("transformers-killed-run")

@@ -45,7 +45,7 @@ def identity_of(datasets: int, phases: int = 0, **other: Any) -> dict[str, Any]:
 
 
 def saved(identity: dict[str, Any]) -> SavedState:
-    state = make_state(identity, 10**12, 999)
+    state = make_state(identity, 10**12, 999, global_batch_size=2**20)
     assert len(json.dumps(state)) <= MAX_BYTES
     return parse_state(json.loads(json.dumps(state)))
 
@@ -151,14 +151,14 @@ IDENTITY = {
 
 @given(consumed=st.integers(0, 10**12))
 def test_a_state_survives_json_and_says_where_to_go_on(consumed: int) -> None:
-    saved = parse_state(json.loads(json.dumps(make_state(IDENTITY, consumed))))
+    saved = parse_state(json.loads(json.dumps(make_state(IDENTITY, consumed, global_batch_size=1))))
     saved.check(IDENTITY)
     assert (saved.consumed, saved.offset) == (consumed, 0)
 
 
 @pytest.mark.guarantee("refused-differs-another")
 def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
-    state = make_state(IDENTITY, 7)
+    state = make_state(IDENTITY, 7, global_batch_size=1)
     other = {**IDENTITY, "seed": 2, "datasets": [{"digest": "bb", "weight": 0.3}]}
     with pytest.raises(StateError) as caught:
         parse_state(state).check(other)
@@ -174,15 +174,22 @@ def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
     [
         ({}, "empty"),
         ({"version": 1}, "lacks"),
-        ({**make_state(IDENTITY, 3), "version": 99}, "version 99"),
-        ({**make_state(IDENTITY, 3), "consumed_samples": -1}, "not a count"),
-        ({**make_state(IDENTITY, 3), "consumed_samples": "3"}, "not a count"),
-        ({**make_state(IDENTITY, 3), "fingerprint": "00"}, "damaged"),
-        ({**make_state(IDENTITY, 3), "order": []}, "damaged"),
-        ({**make_state(IDENTITY, 3), "order": "{"}, "damaged"),
-        ({**make_state(IDENTITY, 3), "batch_offset": 4}, "more than its 3"),
-        ({**make_state(IDENTITY, 3), "order": "[" * 100_000}, "damaged"),
-        ({**make_state(IDENTITY, 3), "consumed_samples": 10**30}, "not a count"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "version": 99}, "version 99"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "consumed_samples": -1}, "not a count"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "consumed_samples": "3"}, "not a count"),
+        (
+            {**make_state(IDENTITY, 3, global_batch_size=1), "global_batch_size": None},
+            "global_batch_size of the data state is None, not a count",
+        ),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "fingerprint": "00"}, "damaged"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "order": []}, "damaged"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "order": "{"}, "damaged"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "batch_offset": 4}, "more than its 3"),
+        ({**make_state(IDENTITY, 3, global_batch_size=1), "order": "[" * 100_000}, "damaged"),
+        (
+            {**make_state(IDENTITY, 3, global_batch_size=1), "consumed_samples": 10**30},
+            "not a count",
+        ),
         ([1, 2], "is a list"),
     ],
 )
@@ -198,9 +205,9 @@ def test_a_signed_state_with_forged_digests_is_refused(digests: str) -> None:
     forged = {**IDENTITY, "datasets": digests.format(f"{'a' * 32} 12345")}
     current = {**IDENTITY, "datasets": list(range(500))}
     with pytest.raises(StateError, match="datasets: "):
-        parse_state(make_state(forged, 3)).check(current)
+        parse_state(make_state(forged, 3, global_batch_size=1)).check(current)
     with pytest.raises(StateError, match="datasets: "):
-        parse_state(make_state(forged, 3)).check({**IDENTITY, "datasets": []})
+        parse_state(make_state(forged, 3, global_batch_size=1)).check({**IDENTITY, "datasets": []})
 
 
 @pytest.mark.guarantee("states-many-datasets")

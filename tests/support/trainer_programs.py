@@ -336,7 +336,9 @@ def sft_train(
         return trained_to_the_end(trainer, resume)
 
 
-def sft_trainer(arguments: Any, config: DataConfig, log: RowLog | None = None) -> Any:
+def sft_trainer(
+    arguments: Any, config: DataConfig, log: RowLog | None = None, **options: Any
+) -> Any:
     """The trainer of TRL, which notes what it is trained on."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
@@ -355,6 +357,7 @@ def sft_trainer(arguments: Any, config: DataConfig, log: RowLog | None = None) -
             tokenizer_object=plain_tokenizer(), eos_token="</s>"
         ),
         stream=config,
+        **options,
     )
 
 
@@ -402,7 +405,7 @@ def huggingface_arguments(
     return arguments_class(
         output_dir=folder,
         per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=accumulation(size),
+        gradient_accumulation_steps=options.pop("micro_batches", accumulation(size)),
         max_steps=steps,
         save_steps=2,
         use_cpu=True,

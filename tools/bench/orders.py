@@ -171,6 +171,7 @@ def locate(chosen: argparse.Namespace) -> None:
     state = make_state(
         {"datasets": ["0123456789ab*0.12345678"] * 20, "seed": 1, "order": "stream", "lanes": 1024},
         10**10,
+        global_batch_size=1024,
     )
     print(f"state of a loader with 20 datasets: about {len(str(state))} bytes")
 

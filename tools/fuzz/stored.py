@@ -332,7 +332,8 @@ def state_target(_folder: Path) -> Target:
     identity = {"kind": "stream", "datasets": ["a" * 16, "b" * 16], "seed": 1, "shuffle_lanes": 8}
     long_identity = {**identity, "weights": list(range(500)), "phases": {"1": {"x": [1] * 300}}}
     seeds = [
-        json.dumps(state.make_state(one, 1000, 8)).encode() for one in (identity, long_identity)
+        json.dumps(state.make_state(one, 1000, 8, global_batch_size=16)).encode()
+        for one in (identity, long_identity)
     ]
 
     def run(data: bytes) -> None:
@@ -372,7 +373,11 @@ def append_log_target(folder: Path) -> Target:
 
 def record_target(folder: Path) -> Target:
     """The record of a checkpoint, which names the folder of its files."""
-    position = {"step": 100, "data": state.make_state({"kind": "stream"}, 1000, 8), "rewinds": [50]}
+    position = {
+        "step": 100,
+        "data": state.make_state({"kind": "stream"}, 1000, 8, global_batch_size=16),
+        "rewinds": [50],
+    }
     record = {"version": 2, "step": 100, "files": "step-00000100-3f09c1a2", "position": position}
     signed = {**record, "position": Checksums({"a": {"0": "1"}}).add_to(position)}
 
