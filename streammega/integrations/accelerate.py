@@ -57,8 +57,8 @@ class StreamDataLoader(DataLoader[Batch]):
     its position, and any number of processes goes on from there. Iterations begin as those of a
     StreamLoader.
 
-    A state that is saved within `accumulate` counts the micro-batches so far; their gradients are
-    in no checkpoint of accelerate: save after optimizer steps.
+    A state that is saved within `accumulate` is that of the last whole optimizer step: gradients of
+    the micro-batches since are in no checkpoint of accelerate.
 
     Args:
         accelerator: has the rank, the device, and how many micro-batches make a step.
@@ -143,8 +143,12 @@ class StreamDataLoader(DataLoader[Batch]):
         return self.loader.consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """The resumable state, the same on every rank: see StreamingDataset.state_dict."""
-        return self.loader.state_dict()
+        """The resumable state after the last whole optimizer step, the same on every rank: see
+        StreamingDataset.state_dict.
+        """
+        dataset = self.loader.dataset
+        consumed = dataset.consumed_samples
+        return dataset.state_at(consumed - dataset.steps.schedule.offset_at(consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state. Raises StateError for one of another order or global batch, and changes
@@ -175,6 +179,17 @@ class StreamDataLoader(DataLoader[Batch]):
             if register is not None and prepared.optimizer not in self._watched:
                 register(_noting_step(self))
                 self._watched.add(prepared.optimizer)
+
+    def align_accumulation(self) -> None:
+        """Where a global batch begins, have accelerate begin to count its micro-batches.
+
+        `load_state` restores its count, which may be of within an accumulation.
+        """
+        accelerator = self._accelerator()
+        dataset = self.loader.dataset
+        if accelerator is None or dataset.steps.schedule.offset_at(dataset.consumed_samples):
+            return
+        accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
 
     def check_step(self) -> None:
         """Raise ConfigError if an optimizer stepped within a global batch, since the last batch."""
@@ -223,6 +238,7 @@ class PreparedIteration(Iterator[Batch]):
         owner.gradient_state._add_dataloader(owner)
         if not owner.loader.evaluation:
             owner.watch_optimizers()
+            owner.align_accumulation()
 
 
 def _rank_and_size(accelerator: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ trained on, not those that Lightning fetched ahead.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -53,9 +54,9 @@ class StreamDataHooks:
     of each token, [micro_batch_size, S]}, "train/loss/NAME" and "val/loss/NAME" are logged of every
     dataset: exact means over tokens and ranks.
 
-    A state counts batches that were trained on, also in the middle of an accumulation. Gradients
-    that were accumulated there are in no checkpoint of Lightning: save after optimizer steps, as
-    `ModelCheckpoint` does.
+    A state is that of the last whole optimizer step, and so are Lightning's own counts in its
+    checkpoints: gradients of the batches since are in none. So a checkpoint by time or of an exception
+    loses no batch, wherever it falls.
 
     Args:
         config: what is read.
@@ -125,7 +126,7 @@ class StreamDataHooks:
         return self._open_evaluation("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was trained on, the same on every rank: see
+        """The position after the last optimizer step, the same on every rank: see
         StreamingDataset.state_dict. Empty before anything was opened.
         """
         return {} if self._batches is None else self._batches.state_dict()
@@ -227,13 +228,41 @@ class StreamDataHooks:
 
 
 class CountsTrained:
-    """A callback that tells the data module which batches were trained on."""
+    """A callback that tells the data module which batches were trained on, and when the optimizer
+    stepped.
+    """
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._fit_loop: dict[str, Any] = {}
+        """The state of Lightning's loop after the last optimizer step."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Keep where training begins, until the first step."""
+        self._note_step(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """A batch was trained on; those that save checkpoints are called after this."""
         batches = trainer.datamodule._batches
-        if batches is not None:
-            batches.mark_consumed()
+        if batches is None:
+            return
+        batches.mark_consumed()
+        # also right for manual optimization, and where Lightning steps at the end of an epoch
+        if trainer.global_step != self._steps:
+            batches.mark_step()
+            self._note_step(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Within an accumulation, have Lightning's loop go on from the last step, as the data does. It
+        would count the batches since, and make its next step of what is left of them.
+        """
+        batches = trainer.datamodule._batches
+        if batches is not None and batches.is_within_step:
+            checkpoint["loops"]["fit_loop"] = self._fit_loop
+
+    def _note_step(self, trainer: Any) -> None:
+        self._steps = trainer.global_step
+        self._fit_loop = copy.deepcopy(trainer.fit_loop.state_dict())
 
 
 class LogsSourceLosses:
@@ -341,6 +370,8 @@ class ConsumedBatches:
         self.loader = loader
         self._trained = loader.consumed_samples
         """The position after the last batch that was trained on."""
+        self._stepped = self._trained
+        """The position after the last batch of an optimizer step."""
         self._fetched: deque[int] = deque()
         """The positions after those that were only fetched."""
         self._running: ConsumedIteration | None = None
@@ -353,7 +384,7 @@ class ConsumedBatches:
     def __iter__(self) -> Iterator[Batch]:
         self._stop("another iteration of its loader began, and one loader has one cursor")
         if self._fetched:
-            self.loader.load_state_dict(self.state_dict())
+            self.loader.load_state_dict(self.loader.dataset.state_at(self._trained))
             self._fetched.clear()
         iter(self.loader)  # which begins the next pass where the data has ended
         self._running = ConsumedIteration(self)
@@ -371,9 +402,18 @@ class ConsumedBatches:
             self._trained = self._fetched.popleft()
             self.has_position = True
 
+    def mark_step(self) -> None:
+        """An optimizer stepped on all batches that were trained on."""
+        self._stepped = self._trained
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a batch was trained on since the last optimizer step."""
+        return self._trained != self._stepped
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of a loader that has given what was trained on."""
-        return self.loader.dataset.state_at(self._trained)
+        """The state of a loader that has given what optimizer steps were made of."""
+        return self.loader.dataset.state_at(self._stepped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state. Raises StateError for one of another order, and changes nothing."""
@@ -386,7 +426,7 @@ class ConsumedBatches:
         self._note_move("seek")
 
     def _note_move(self, by: str) -> None:
-        self._trained = self.loader.consumed_samples
+        self._trained = self._stepped = self.loader.consumed_samples
         self.has_position = True
         if self._fetched:
             # Lightning still holds it, and would train on it next

@@ -73,8 +73,8 @@ def test_a_loader_that_nobody_prepared_is_saved_too(
         with pytest.raises(StateError, match="load_state_dict moved its loader"):
             next(batches)
         batches = iter(loader)
-        assert rows_of(next(batches)) == rows[10:12]
-    assert loader.state_dict()["batch_offset"] == 4
+        assert rows_of(next(batches)) == rows[8:10], "of the step that was not made"
+    assert loader.state_dict()["consumed_samples"] == 8
     loader.close()
 
 
@@ -115,6 +115,42 @@ def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch
     accelerator.state.parallelism_config = shared
     with pytest.raises(ConfigError, match="give dp_rank and dp_size"):
         StreamDataLoader(accelerator, sized, **SIZES)
+
+
+@pytest.mark.guarantee("states-of-whole-steps")
+@pytest.mark.parametrize("after", [1, 3, 4, 5, 7])
+def test_a_checkpoint_within_an_accumulation_is_that_of_the_last_step(
+    sized: DataConfig, tmp_path: Path, after: int
+) -> None:
+    """Every later step is of the samples of an uninterrupted run."""
+
+    def steps_of(save_after: int, resume: bool) -> tuple[list[list[list[int]]], float]:
+        with accelerator_of(0, 1, gradient_accumulation_steps=4) as accelerator:
+            loader = StreamDataLoader(accelerator, sized, **SIZES)
+            bare = torch.nn.Linear(1, 1)
+            torch.nn.init.zeros_(bare.weight)
+            model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+            if resume:
+                accelerator.load_state(str(tmp_path / "middle"))
+            steps: list[list[list[int]]] = []
+            pending: list[list[int]] = []
+            for number, batch in enumerate(loader, 1):
+                with accelerator.accumulate(model):
+                    pending += rows_of(batch)
+                    accelerator.backward(model(batch["labels"][:, :1].float()).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    steps.append(pending)
+                    pending = []
+                if number == save_after:
+                    accelerator.save_state(str(tmp_path / "middle"))
+            loader.close()
+            return steps, float(bare.weight)
+
+    whole, weight = steps_of(after, resume=False)
+    assert [row for step in whole for row in step] == stream(sized, STEPS)
+    assert steps_of(0, resume=True) == (whole[after // 4 :], weight)
 
 
 @pytest.mark.guarantee("trainers-batch-size")

@@ -111,46 +111,126 @@ def test_epochs_go_through_the_data_and_repeat_or_lose_nothing(
     assert rows == stream(config, expected)
 
 
-@pytest.mark.guarantee("epochs-repeat-lose")
-def test_an_accumulation_is_gone_on_with_in_its_middle(config: DataConfig, tmp_path: Path) -> None:
-    """A checkpoint of an exception counts what was trained on, as Lightning's own counters do."""
+class StepModule:
+    """Notes the samples of each optimizer step; and saves, or fails, within a micro-batch."""
+
+    def __init__(self, *, manual: bool = False, save_after: int = 0, fail_at: int = 0) -> None:
+        from pytorch_lightning import Callback, LightningModule
+
+        class Model(LightningModule):
+            def __init__(model) -> None:
+                super().__init__()
+                model.weight = torch.nn.Parameter(torch.zeros(()))
+                model.automatic_optimization = not manual
+
+            def training_step(model, batch: Any, batch_idx: int) -> Any:
+                if batch_idx + 1 == fail_at:
+                    raise RuntimeError("in the middle of a step")
+                self.pending += rows_of(batch)
+                loss = model.weight * batch["tokens"].numel()
+                if not manual:
+                    return loss
+                model.manual_backward(loss)
+                if (batch_idx + 1) % 4 == 0:
+                    model.optimizers().step()  # type: ignore[union-attr]
+                    model.optimizers().zero_grad()  # type: ignore[union-attr]
+                return None
+
+            def configure_optimizers(model) -> Any:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                optimizer.register_step_post_hook(self.note_step)
+                return optimizer
+
+        class Saving(Callback):
+            def on_train_batch_end(
+                callback, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                if batch_idx + 1 == save_after:
+                    trainer.save_checkpoint(self.path)
+
+        self.steps: list[list[list[int]]] = []
+        self.pending: list[list[int]] = []
+        self.path = ""
+        self.model = Model()
+        self.saving = Saving()
+
+    def note_step(self, *_: Any) -> None:
+        self.steps.append(self.pending)
+        self.pending = []
+
+    def fit(self, config: DataConfig, path: Path, steps: int, resume: bool = False) -> Any:
+        """Train up to an optimizer step; the data module."""
+        from pytorch_lightning import Trainer
+
+        from streammega.integrations.lightning import StreamDataModule
+
+        self.path = str(path)
+        accumulate = 4 if self.model.automatic_optimization else 1
+        self.trainer = Trainer(
+            accelerator="cpu", max_steps=steps, accumulate_grad_batches=accumulate,
+            enable_checkpointing=False, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[self.saving],
+        )  # fmt: skip
+        data = StreamDataModule(config, **SIZES)
+        self.trainer.fit(self.model, datamodule=data, ckpt_path=str(path) if resume else None)
+        return data
+
+
+@pytest.mark.guarantee("states-of-whole-steps")
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("after", [1, 3, 4, 5, 7])
+def test_a_checkpoint_within_an_accumulation_is_that_of_the_last_step(
+    config: DataConfig, tmp_path: Path, after: int, manual: bool
+) -> None:
+    """As one by time is. Every later step is of the samples of an uninterrupted run."""
+    path = tmp_path / "middle.ckpt"
+    whole = StepModule(manual=manual, save_after=after)
+    whole.fit(config, path, 4)
+    assert [row for step in whole.steps for row in step] == stream(config, 4)
+    resumed = StepModule(manual=manual)
+    data = resumed.fit(config, path, 4, resume=True)
+    assert resumed.steps == whole.steps[after // 4 :]
+    assert data.state_dict()["consumed_samples"] == 4 * GLOBAL_BATCH
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+@pytest.mark.guarantee("states-of-whole-steps")
+def test_a_checkpoint_of_an_exception_is_that_of_the_last_step(
+    config: DataConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "middle.ckpt"
+    failing = StepModule(fail_at=7)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        failing.fit(config, path, 9)
+    failing.trainer.save_checkpoint(path)
+    resumed = StepModule()
+    resumed.fit(config, path, 9, resume=True)
+    assert [row for step in failing.steps + resumed.steps for row in step] == stream(config, 9)
+    for save_after, left in ((6, 8), (4 * 7 + 2, 2)):  # of a run that was resumed itself
+        again = StepModule(save_after=save_after)
+        again.fit(config, path, 9, resume=True)
+        resumed = StepModule()
+        resumed.fit(config, path, 9, resume=True)
+        assert resumed.steps == again.steps[-left:]
+
+
+@pytest.mark.guarantee("states-of-whole-steps")
+def test_a_step_of_what_is_left_of_an_epoch_is_whole(config: DataConfig, tmp_path: Path) -> None:
+    """Lightning steps at the end of an epoch, also within an accumulation."""
     from pytorch_lightning import Trainer
 
     from streammega.integrations.lightning import StreamDataModule
 
-    log = RowLog(folder_of(tmp_path, "run"), 0)
-    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-    def trainer() -> Any:
-        return Trainer(
-            accelerator="cpu", max_steps=9, accumulate_grad_batches=4,
-            enable_checkpointing=False, **quiet,
-        )  # fmt: skip
-
-    failing = lightning_module(log)
-    step = failing.training_step
-
-    def fail_in_the_middle(batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 6:
-            raise RuntimeError("in the middle of the second step")
-        return step(batch, batch_idx)
-
-    failing.training_step = fail_in_the_middle
     data = StreamDataModule(config, **SIZES)
-    first = trainer()
-    with pytest.raises(RuntimeError, match="in the middle"):
-        first.fit(failing, datamodule=data)
-    first.save_checkpoint(tmp_path / "middle.ckpt")
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=6, accumulate_grad_batches=4,
+        enable_checkpointing=False, logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = StepModule()
+    trainer.fit(module.model, datamodule=data)
+    assert [len(step) for step in module.steps] == [GLOBAL_BATCH, 2 * MICRO_BATCH]
     assert data.state_dict()["consumed_samples"] == 6 * MICRO_BATCH
-    assert data.state_dict()["batch_offset"] == 2 * MICRO_BATCH
-    trainer().fit(
-        lightning_module(log),
-        datamodule=StreamDataModule(config, **SIZES),
-        ckpt_path=str(tmp_path / "middle.ckpt"),
-    )
-    rows = logged(tmp_path / "run", 1)
-    assert rows == stream(config, STEPS)[: len(rows)]
-    assert len(rows) >= 9 * GLOBAL_BATCH
 
 
 @pytest.mark.guarantee("lightning-states-loaded")
@@ -169,6 +249,8 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
         data.load_state_dict(state)
     assert rows_of(next(begun)) == rows[:2], "nothing was taken: it goes on at the loaded place"
     batches.mark_consumed()
+    assert data.state_dict() == state, "no step was made of it"
+    batches.mark_step()
     after_one = data.state_dict()
     next(begun)
     assert data.state_dict() == after_one, "the second was fetched, and is not trained on"
@@ -193,7 +275,9 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
 @settings(max_examples=12)
 @given(
     ahead=st.booleans(),
-    events=st.lists(st.sampled_from(["train", "train", "train", "epoch", "resume"]), max_size=30),
+    events=st.lists(
+        st.sampled_from(["train", "train", "train", "step", "epoch", "resume"]), max_size=30
+    ),
 )
 def test_epochs_and_resumes_in_any_order_train_on_the_stream(
     ahead: bool, events: list[str], tmp_path_factory: pytest.TempPathFactory
@@ -209,13 +293,19 @@ def test_epochs_and_resumes_in_any_order_train_on_the_stream(
     iterator = iter(batches)
     waiting = [next(iterator)] if ahead else []
     rows: list[list[int]] = []
+    stepped = 0
     for event in events:
         if event == "train":
             waiting.append(next(iterator))
             rows += rows_of(waiting.pop(0))
             batches.mark_consumed()
             continue
+        if event == "step":
+            batches.mark_step()
+            stepped = len(rows)
+            continue
         if event == "resume":
+            del rows[stepped:]
             state = json.loads(json.dumps(batches.state_dict()))
             batches.loader.close()
             batches = ConsumedBatches(StreamLoader(config, **SIZES))

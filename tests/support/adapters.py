@@ -89,6 +89,8 @@ class DcpAdapter(Adapter):
 class LightningAdapter(Adapter):
     """Lightning's data module, whose batches are told when they were trained on."""
 
+    counts_steps = True
+
     def __init__(self, config: DataConfig) -> None:
         from streammega.integrations.lightning import StreamDataModule
 
@@ -98,7 +100,10 @@ class LightningAdapter(Adapter):
         return iter(self.loader.train_dataloader())
 
     def trained(self, micro_batches: int) -> None:
-        self.loader.train_dataloader().mark_consumed()
+        batches = self.loader.train_dataloader()
+        batches.mark_consumed()
+        if micro_batches == 4:
+            batches.mark_step()
 
     def close(self) -> None:
         self.loader.teardown("fit")
@@ -106,6 +111,8 @@ class LightningAdapter(Adapter):
 
 class AccelerateAdapter(Adapter):
     """Accelerate's DataLoader."""
+
+    counts_steps = True
 
     def __init__(self, config: DataConfig) -> None:
         from streammega.integrations.accelerate import StreamDataLoader
@@ -121,8 +128,6 @@ class AccelerateAdapter(Adapter):
 
 class TransformersAdapter(AccelerateAdapter):
     """The same under the Trainer of transformers, whose callback keeps the position."""
-
-    counts_steps = True
 
     def open(self) -> None:
         from streammega.integrations.transformers import CountsSteps
