@@ -12,6 +12,7 @@ default each micro-batch is the one that Megatron's own datasets and sampler giv
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,6 +108,10 @@ class MegatronBatches(Iterator[Batch]):
             loader.seek(self._consumed)
             self._loader = loader
         return self._loader
+
+    def __copy__(self) -> MegatronBatches:
+        """As deepcopy: with a position of its own."""
+        return copy.deepcopy(self)
 
     def __next__(self) -> Batch:
         batch = self.open().take()

@@ -16,6 +16,7 @@ For more than one pass convert the texts once, by `streammega convert`.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -239,6 +240,19 @@ class TextStream:
             )
         self._stop("load_state_dict moved its stream elsewhere")
         self._go_to(consumed, offset, {lane: positions[lane] for lane in lanes})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has. Raises StateError while the stream has an iteration."""
+        if self._running is not None:
+            raise StateError(
+                "a stream of texts cannot be pickled or copied while it has an iteration, which reads "
+                "ahead; call close() first: both then go on at the cursor"
+            )
+        return self.__dict__
+
+    def __copy__(self) -> TextStream:
+        """As deepcopy: with a cursor of its own."""
+        return copy.deepcopy(self)
 
     def close(self) -> None:
         """End the running iteration and its thread. `next` and `iter` begin another."""

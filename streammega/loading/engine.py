@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -105,6 +106,7 @@ class Engine:
         self._gatherer = Gatherer(steps, plan, ids_memory)
         self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
         self._closed = False
+        self._process = os.getpid()
         self._taken = NO_GROUP
         # the last id of a row is a label alone
         self._tokens_of_row = kept.width(steps.config.sequence_length + 1) - 1
@@ -198,6 +200,8 @@ class Engine:
         if self._closed:
             return  # the iteration, the collector and the end of the program may each call `close`
         self._closed = True
+        if os.getpid() != self._process:
+            return  # a forked child has none of the threads, but may have a lock that one holds
         if self.stats.is_batch_ready == self.is_ready:
             self.stats.is_batch_ready = None
         if self._fetcher is not None:

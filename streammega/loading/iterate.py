@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 
@@ -72,7 +73,8 @@ class Iteration(Iterator[Batch]):
     A bare generator also raises StopIteration after it was closed or raised an error. A training
     loop would take that for the end of the data. This iterator raises StateError with the reason.
 
-    Several threads may take batches. Each batch goes to one of them.
+    Several threads may take batches. Each batch goes to one of them. In a forked child it raises
+    StateError: the threads that read for it are the parent's.
     """
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
@@ -80,12 +82,15 @@ class Iteration(Iterator[Batch]):
         self._lock = process_lock()
         self._ended = False
         self._reason: str | None = None
+        self._process = os.getpid()
 
     def __next__(self) -> Batch:
         with self._lock:  # a generator refuses a second thread
             return self._next()
 
     def _next(self) -> Batch:
+        if self._is_of_parent and self._reason is None:
+            self._reason = "this process was forked while it ran, and its threads are the parent's"
         if self._reason is not None:
             raise StateError(
                 f"this iteration cannot go on: {self._reason}; begin another with iter()"
@@ -104,7 +109,12 @@ class Iteration(Iterator[Batch]):
     @property
     def goes_on(self) -> bool:
         """Whether `next` may be called: no error ended the iteration, and `stop` was not called."""
-        return self._reason is None
+        return self._reason is None and not self._is_of_parent
+
+    @property
+    def _is_of_parent(self) -> bool:
+        """Whether this process is a fork of the one that runs the iteration."""
+        return os.getpid() != self._process
 
     def stop(self, reason: str) -> None:
         """End the iteration and its generator. `next` then raises StateError with the reason.
@@ -131,6 +141,7 @@ class Iteration(Iterator[Batch]):
             yield
             if self._reason is None and not self._ended:
                 self._reason = reason
-            self._batches.close()
+            if not self._is_of_parent:  # whose thread may be within the generator for ever
+                self._batches.close()
         finally:
             self._lock.release()

@@ -4,6 +4,7 @@ step has taken.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -57,6 +58,10 @@ class StreamLoader:
     after another iteration began, after the loader was moved or closed, and after it ended by an
     error. `next(loader)` and a new `iter` then go on from the cursor, with the batch that failed.
     StopIteration means the end of the data, and nothing else.
+
+    A copy has a cursor of its own, and is made of a loader without an iteration: `close()` ends it.
+    A forked child goes on at the cursor, with threads and a cursor of its own. Iterators of its parent
+    raise StateError there.
 
     `state_dict` may be called at any time. It counts the batches that were handed out, never those
     read ahead. It is the same on every rank that took as many batches.
@@ -182,6 +187,10 @@ class StreamLoader:
             )
         # Counts refer to the fetcher and the caches of the last iteration.
         return {**self.__dict__, "_stats": None, "_metrics": None}
+
+    def __copy__(self) -> StreamLoader:
+        """As deepcopy: with a dataset of its own, and so a cursor of its own."""
+        return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import operator
@@ -76,8 +77,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         micro_batch_size: samples of one batch of this rank.
         global_batch_size: samples of one optimizer step over all ranks; a multiple of
             micro_batch_size * dp_size.
-        dp_rank, dp_size: this data-parallel rank. dp_size=1 alone: this process reads everything, also
-            beside others. Without both, it must be the only process of its job.
+        dp_rank, dp_size: this data-parallel rank. dp_size=1 alone: this process reads everything, even
+            if there are others. Without both, it must be the only process of its job.
         mesh: in place of both, a DeviceMesh. Its dimension "dp", or its only one, gives rank and size.
         rampup_batch_size: (start, increment, samples): the global batch grows from start to
             global_batch_size, in steps of increment, over this many samples.
@@ -265,6 +266,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             self.steps = self.steps.from_origin(0)  # the next iteration begins at the first sample
             self._consumed = 0
             self._state.finish()
+
+    def __copy__(self) -> StreamingDataset:
+        """As deepcopy: with a position of its own."""
+        return copy.deepcopy(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing, because all iterations are alike. DataLoaders that accelerate prepared call it.

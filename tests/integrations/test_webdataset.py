@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from streammega.integrations.webdataset import TextStream, loader_stage, webdata
 from tests.support.builders import tar_with_holes
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
+from tests.support.processes import in_child
 from tests.support.servers import S3
 from tests.support.texts import FIELDS, corpus, encode, rows, samples_of, stream_of
 
@@ -103,6 +105,34 @@ def test_any_ranks_take_the_same_global_batches_through_any_resumes(
         for rank in ranks:
             rank.close()
     assert got == whole
+
+
+@pytest.mark.guarantee("cursor-model")
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_a_copy_of_a_stream_has_a_cursor_of_its_own(make: Callable[[Any], Any]) -> None:
+    shards = corpus([30])
+    whole = samples_of(shards)
+    with stream_of(shards, micro_batch_size=1, global_batch_size=4) as stream:
+        assert rows(next(stream)) == [whole[0]]
+        with pytest.raises(StateError, match=r"while it has an iteration.*call close\(\) first"):
+            make(stream)
+        stream.close()
+        with make(stream) as copied:
+            assert [rows(next(copied)) for _ in range(2)] == [[whole[1]], [whole[2]]]
+        assert rows(next(stream)) == [whole[1]]
+
+
+@pytest.mark.guarantee("cursor-model")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # of Python 3.12 and newer
+def test_a_forked_child_reads_on_with_a_stream_of_its_parent() -> None:
+    shards = corpus([30])
+    whole = samples_of(shards)
+    with stream_of(shards, micro_batch_size=1, global_batch_size=4) as stream:
+        next(stream)
+        assert in_child(lambda: [rows(next(stream)) for _ in range(6)]) == [
+            [row] for row in whole[1:7]
+        ]
+        assert rows(next(stream)) == [whole[1]]
 
 
 @pytest.mark.guarantee("textstream-number-ranks")

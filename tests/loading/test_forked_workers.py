@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
+from streammega.errors import StateError
 from streammega.loading import engine
-from tests.support.processes import python_environment
+from tests.support.processes import in_child, python_environment
 from tests.support.streams import FAULTS, config_of, storage_of
 from tools.bench.object_server import Running
 
@@ -135,6 +136,25 @@ def test_a_child_ends_iterations_that_it_inherited_whatever_the_parents_threads_
             child.kill()
             child.join()
         assert len(list(batches)) == SAMPLES // BATCH - 1, "the parent reads on"
+
+
+def _read_on(loader: StreamLoader, held: Any) -> list[Any]:
+    with pytest.raises(StateError, match="forked while it ran"):
+        next(held)
+    return [next(loader)["tokens"].tolist() for _ in range(5)]
+
+
+@pytest.mark.guarantee("batches-forked-workers")
+def test_a_child_reads_on_with_a_loader_whose_threads_are_its_parents(config: DataConfig) -> None:
+    """It waited for ever for them. The parent's iterator is an error, for its batches are there."""
+    with StreamLoader(config, micro_batch_size=BATCH, global_batch_size=2 * BATCH) as loader:
+        expected = [loader.dataset.batch(consumed) for consumed in loader.dataset.positions()]
+        batches = iter(loader)
+        check_same([next(batches) for _ in range(3)], expected[:3])
+        read = in_child(_read_on, loader, batches)
+        assert read == [batch["tokens"].tolist() for batch in expected[3:8]]
+        assert loader.consumed_samples == 3 * BATCH
+        check_same(list(batches), expected[3:])
 
 
 CTRL_C = """

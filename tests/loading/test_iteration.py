@@ -498,7 +498,9 @@ def pickled(dataset: StreamingDataset) -> Any:
     return pickle.loads(pickle.dumps(dataset))  # noqa: S301
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
+)
 def test_copies_of_a_dataset_have_places_of_their_own(
     config: DataConfig, make: Callable[[Any], Any]
 ) -> None:
@@ -690,7 +692,9 @@ def test_a_move_under_a_thread_that_waits_for_a_batch_changes_nothing(
         assert number([next(loader)]) == [80]
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, pickled], ids=["copy", "deepcopy", "pickle"]
+)
 def test_a_loader_is_copied_between_its_iterations(
     config: DataConfig, make: Callable[[Any], StreamLoader]
 ) -> None:

@@ -181,6 +181,22 @@ def _run_program(
         runpy.run_path(command[0], run_name="__main__")
 
 
+def in_child(program: Callable[..., Any], *arguments: Any) -> Any:
+    """What a program returns in a fork of this process, within two minutes."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=lambda: theirs.send(program(*arguments)), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the child waits for ever"
+        return ours.recv()
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
 def python_environment(**variables: str) -> dict[str, str]:
     """The environment of another Python process that imports this checkout."""
     path = os.pathsep.join(
