@@ -20,7 +20,7 @@ import streammega
 GB = 1e9
 MiB = 1 << 20
 GiB = 1 << 30
-FEWEST_FILES = 4096
+FEWEST_FILES = 1024
 SPEED_BYTES = 32 * MiB
 """Bytes that are written, for a second at most, to measure a disk."""
 NETWORK_DISKS = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs", "afs")
@@ -111,12 +111,12 @@ def _write_speed(folder: Path) -> float:
 
 def check_limits() -> Iterator[Finding]:
     """Open files, and the memory through which workers of a DataLoader send batches."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which streammega raises its limit
-    if hard == resource.RLIM_INFINITY or hard >= FEWEST_FILES:
-        yield ok("ulimit -n", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= FEWEST_FILES:
+        yield ok("ulimit -n", "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
     else:
-        remedy = f"`ulimit -Hn {FEWEST_FILES}`: each connection and mapped shard takes one"
-        yield warning("ulimit -n", f"at most {hard:,} open files", remedy)
+        remedy = f"`ulimit -n {FEWEST_FILES}`: each connection takes one"
+        yield warning("ulimit -n", f"at most {limit:,} open files", remedy)
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:

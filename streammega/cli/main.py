@@ -38,9 +38,7 @@ from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
 from streammega.errors.process import (
     describe_defect,
-    keep_interrupts,
     log_to_stderr,
-    name_files_on_bus_error,
     panics_as_errors,
     set_log_level,
 )
@@ -229,8 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or io.StringIO()  # None where the shell has closed it
     sys.stderr = sys.stderr or io.StringIO()
     log_to_stderr()
-    name_files_on_bus_error()
-    keep_interrupts()
     try:
         set_log_level("WARNING")
         words = list(sys.argv[1:] if arguments is None else arguments)

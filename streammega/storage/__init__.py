@@ -16,7 +16,6 @@ What happens when a request for a shard's bytes fails:
 5. When the policy allows no more tries, the error is raised, with the URL and what was tried.
 """
 
-from streammega.errors.process import name_files_on_bus_error
 from streammega.storage.connection import Connection, Credentials, connection_of, credentials_of
 from streammega.storage.open import join_url, open_store, parent_url, save_bytes
 from streammega.storage.store import Buffer, ObjectInfo, ObjectWriter, Store
@@ -31,7 +30,6 @@ __all__ = [
     "connection_of",
     "credentials_of",
     "join_url",
-    "name_files_on_bus_error",
     "open_store",
     "parent_url",
     "save_bytes",

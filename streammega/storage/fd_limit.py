@@ -1,16 +1,10 @@
-"""The limit of open files: it is raised as far as the system allows, and errors that it causes name
-it.
-"""
+"""The limit of open files: errors that it causes name it, and how far it may be raised."""
 
 from __future__ import annotations
 
 import errno
-import functools
-import logging
 import os
 import resource
-
-log = logging.getLogger(__name__)
 
 TOO_MANY_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 _SIGNS = ("too many open files", "os error 24)", "os error 23)")
@@ -21,23 +15,6 @@ NEARLY = 4
 Sockets that could not be made are closed before their error arrives, and looking up a name takes a
 few descriptors.
 """
-
-
-@functools.cache
-def raise_limit() -> None:
-    """Raise the soft limit of open files to the hard one, once in a process; it is never lowered.
-
-    Never raises an error.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard or soft == resource.RLIM_INFINITY:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # some systems take no unlimited number
-        log.debug("the limit of open files stays at %d: %s", soft, error)
-        return
-    log.debug("the limit of open files was raised from %d to %d", soft, hard)
 
 
 def explain_fd_limit(error: BaseException) -> str:

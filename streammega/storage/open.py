@@ -21,7 +21,6 @@ from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.backends.remote import RemoteStore
-from streammega.storage.fd_limit import raise_limit
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store
 
@@ -142,7 +141,6 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     Raises ConfigError for a URL without a bucket or a transport that cannot serve its scheme.
     """
     config = config.for_url(url)
-    raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
         return (LocalStore if config.local_io == "mmap" else PreadStore)(config), local_path(url)
     scheme = scheme_of(url)

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.errors.process import (
     describe_defect,
-    keep_interrupts,
     log_to_stderr,
-    name_files_on_bus_error,
     set_log_level,
 )
 from streammega.train.config import RunConfig, load_run
@@ -148,8 +146,6 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
             )
             print(f"usage: {usage}\n\n{__doc__}")
             return 0 if arguments else 2
-        name_files_on_bus_error()
-        keep_interrupts()
         run(arguments[0], arguments[1:])
     except (StreammegaError, RankError) as error:
         _print_error(name, str(error), is_on_all_ranks=isinstance(error, ConfigError))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ import pytest
 import streammega
 from streammega.cli.main import main
 from streammega.convert.conversion import Conversion
-from streammega.errors.process import LLVM_MODULE, keep_interrupts
 from tests.support.builders import write_dataset, write_jsonl
 from tests.support.servers import S3
 
@@ -233,24 +229,3 @@ def test_checked_kernels_refuse_an_index_outside_and_have_a_cache_of_their_own()
     (said, folder), _ = run(OUTSIDE, STREAMMEGA_CHECKED="1")
     assert "out of bounds" in said
     assert "checked-kernels" in folder
-
-
-def test_a_ctrl_c_within_llvm_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ctypes prints what a callback raises, and goes on."""
-    lines = "import signal\ndef notify():\n    signal.raise_signal(signal.SIGINT)\n"
-    llvm: dict[str, Any] = {"__name__": LLVM_MODULE}
-    exec(lines, llvm)
-    lost: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lost.append)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        keep_interrupts()
-        with pytest.raises(KeyboardInterrupt):
-            ctypes.CFUNCTYPE(None)(llvm["notify"])()
-            time.sleep(60)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert not lost
-    assert sys.modules[LLVM_MODULE].ExecutionEngine.finalize_object  # what numba compiles with

@@ -1,4 +1,4 @@
-"""Open files: the limit is raised once, and named where it is reached."""
+"""Open files: the limit is named where it is reached."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ import pytest
 from streammega.storage.fd_limit import explain_fd_limit
 from tests.support.processes import run_python
 from tools.bench.object_server import running
-
-RAISED = """
-import resource
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from streammega import StorageConfig
-from streammega.storage import open_store
-open_store("s3://bucket/key", StorageConfig())
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))  # somebody's own wish, later
-open_store("s3://bucket/key", StorageConfig())
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (100, hard)
-"""
 
 EXHAUSTED = """
 import os, resource, sys
@@ -59,10 +46,6 @@ for number in held:
     os.close(number)
 print(chr(10).join(found))
 """
-
-
-def test_the_soft_limit_is_raised_once_and_never_lowered() -> None:
-    run_python(RAISED)
 
 
 @pytest.mark.guarantee("holds-descriptor-object")

@@ -9,9 +9,6 @@ import gc
 import io
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -538,49 +535,3 @@ def test_a_file_shorter_than_what_is_to_be_mapped_is_refused_and_named(tmp_path:
     assert caught.value.filename == str(path)
     assert len(map_path(path, 0)) == 0
     assert len(map_path(path, 4)) == 4
-
-
-SHORTENED = """
-import faulthandler, os, sys, threading
-import numpy as np
-from streammega.cli.main import main
-from streammega.kernels.addresses import copy_arrays
-from streammega.storage import name_files_on_bus_error
-from streammega.storage.backends.local import LocalStore
-path, reader, handler = sys.argv[1:]
-if handler == "faulthandler":
-    faulthandler.enable()
-main(["versions", "--help"]) if handler == "a command" else name_files_on_bus_error()
-name_files_on_bus_error()
-view = LocalStore().view(path)
-os.truncate(path, 5000)
-if reader == "python":
-    bytes(view)
-elif reader == "kernel":
-    arrays = [np.frombuffer(view, np.uint8)], [np.empty(len(view), np.uint8)]
-    thread = threading.Thread(target=copy_arrays, args=arrays)
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.guarantee("file-shortened-map")
-@pytest.mark.parametrize(
-    ("reader", "handler"),
-    [("python", ""), ("kernel", ""), ("kernel", "faulthandler"), ("python", "a command")],
-)
-def test_a_file_that_is_shortened_under_its_map_is_named_as_the_process_ends(
-    tmp_path: Path, reader: str, handler: str
-) -> None:
-    path = tmp_path / "a shard.bin"
-    path.write_bytes(bytes(100_000))
-    done = subprocess.run(
-        [sys.executable, "-c", SHORTENED, str(path), reader, handler],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == -signal.SIGBUS
-    assert f"streammega: {path}: was shortened while it is mapped" in done.stderr
-    assert ("Fatal Python error: Bus error" in done.stderr) == (handler == "faulthandler")

@@ -48,7 +48,7 @@ from streammega.storage.cache.chunk_file import (
     unlock,
     whole_pages,
 )
-from streammega.storage.fd_limit import TOO_MANY_ERRNOS, fd_limit_message, raise_limit
+from streammega.storage.fd_limit import TOO_MANY_ERRNOS, fd_limit_message
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.warn_once import warn_once
 
@@ -138,7 +138,6 @@ class PageCache:
     def __init__(
         self, folder: str | Path, max_bytes: int, chunk_bytes: int, timeout: float = PAGE_TIMEOUT
     ) -> None:
-        raise_limit()
         self.folder = Path(folder) / "chunks"
         check_owner(self.folder.absolute())
         self.max_bytes = max_bytes
