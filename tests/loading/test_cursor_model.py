@@ -98,7 +98,8 @@ class Walk:
         self.random = random.Random(seed)
         self.config = config
         self.rows = rows
-        self.evaluation = self.random.random() < 0.3
+        is_endless = config.order == "stream" and config.num_samples is None
+        self.evaluation = self.random.random() < 0.3 and not is_endless
         self.model = Cursor(config, end, self.evaluation)
         self.done: list[str] = []
         self.iterator: Iterator[Any] | None = None
