@@ -85,12 +85,14 @@ class ConvertSegment:
 class UnitRecord:
     """What a unit made.
 
+    digest: that of the unit. files: those of its segments in the work folder, and their sizes.
     skipped: what happened to documents that were not stored as they are. histogram: of the lengths
     of those kept.
     """
 
     digest: str
     segments: list[ConvertSegment] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)
     skipped: Skipped = field(default_factory=Skipped)
     source_bytes: int = 0
     documents: int = 0
@@ -135,7 +137,7 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:
     """Say that a unit is done: after all that it made is written."""
-    job.work_dir.write_record(f"{unit_name(number)}.json", asdict(record))
+    job.work_dir.replace_record(f"{unit_name(number)}.json", asdict(record))
 
 
 MAX_UNIT_BYTES = 64 << 20

@@ -2,15 +2,16 @@
 
 | name | what |
 |---|---|
-| `unit-N.json` | the record of a unit that is done; `unit-N-*` are its segments |
+| `unit-N.json` | the record of a unit that is done; `unit-N-DIGEST-*` are its segments |
 | `shard-N.json` | the record of a shard that is written |
-| `out/` | finished files that wait to be published |
+| `out-DIGEST/` | finished files that wait to be published |
 | `publishing.json` | what is being published |
 | `input-*` | what came by a pipe |
 | `lock` | held while a conversion of this machine runs |
 
 A record is valid if its digest is that of what would be made now (`Job.unit_digest`,
 `ShardLayout.digest`). After a change of inputs or options only what depends on them is done again.
+Files that a record speaks of have its digest in their names, so no other unit or shard writes them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from streammega.dataset.local_cache import cache_folder
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.errors import ConvertError, StorageError
 from streammega.storage import Store, join_url, open_store, save_bytes
-from streammega.storage.object_ops import sync_names
+from streammega.storage.object_ops import delete, sync_names
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import Bytes
 
@@ -61,8 +62,10 @@ class WorkDir:
         else in the cache.
         """
         stem = prefix.rpartition("/")[2]
-        # Of the whole prefix: outputs of one name may share a parent, and share the cache.
-        digest = digest_of_bytes(prefix.encode(), 6)
+        # Of the whole prefix: outputs of one name may share a parent, and share the cache. A local
+        # one may be relative to the folder in which the command runs.
+        full_name = prefix if is_remote(prefix) else local_path(prefix)
+        digest = digest_of_bytes(full_name.encode(), 6)
         if parent:
             parent = parent if is_remote(parent) else local_path(parent)
             return cls(join_url(parent, f"{stem}.convert-{digest}"), storage)
@@ -108,6 +111,17 @@ class WorkDir:
     def write_record(self, name: str, record: dict[str, Any]) -> None:
         """Write a JSON file, at once."""
         self.write(name, json.dumps(record, indent=1).encode())
+
+    def replace_record(self, name: str, record: dict[str, Any]) -> None:
+        """Write the record of a unit or shard. Files of the former one of that name are removed.
+
+        Both name their files under "files".
+        """
+        former_files = (self.read_record(name) or {}).get("files", ())
+        self.write_record(name, record)
+        for file in former_files:
+            if file not in record["files"]:
+                delete(self.file(file), self.storage)
 
     def can_resume(self) -> bool:
         """Whether it is on this machine and holds what a second run can use."""

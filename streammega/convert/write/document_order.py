@@ -170,12 +170,12 @@ def side_rows(options: ConvertOptions) -> list[str]:
     return names
 
 
-def save_side(job: Job, segment: str, rows: SideRows) -> None:
-    """Write what shuffling and deduplication need of a segment's documents."""
-    names = side_rows(job.options)
-    if names:
-        in_order = [rows[name].astype("<u8", copy=False) for name in names]
-        job.work_dir.write(segment + SIDE, np.stack(in_order).tobytes())
+def save_side(job: Job, segment: str, rows: SideRows) -> int:
+    """Write what shuffling and deduplication need of a segment's documents. Returns the bytes."""
+    in_order = [rows[name].astype("<u8", copy=False) for name in side_rows(job.options)]
+    data = np.stack(in_order).tobytes()
+    job.work_dir.write(segment + SIDE, data)
+    return len(data)
 
 
 def read_side(job: Job, part: ConvertSegment) -> SideRows:

@@ -123,7 +123,8 @@ class Publisher:
             self._reservation.release()
 
     def choose_names(self, layout: ShardLayout) -> ShardLayout:
-        """The layout with the URLs that its tokens are written to, in a bucket the final ones.
+        """The layout with the URLs that its tokens are written to: in a bucket the final ones, else
+        in the work folder.
 
         Raises ConvertError if shards of another dataset are in the way.
         """
@@ -133,7 +134,7 @@ class Publisher:
         if not self._is_resumed:
             self._check_set_without_manifest(layout)
         if not self._is_remote:
-            return layout
+            return replace(layout, targets=list(map(self._work_dir.file, layout.work_names())))
         mark = self._record.mark
         names = self._destination.shard_names(layout.names, mark)
         targets = [self._destination.url(name) for name in names]
@@ -181,8 +182,8 @@ class Publisher:
         if not self._has_origins:
             self._remove_stale_origins(names)
         for ending in moved:
-            for old, new in zip(layout.names, names, strict=True):
-                source = self._work_dir.file(f"out/{old}{ending}")
+            for old, new in zip(layout.work_names(), names, strict=True):
+                source = self._work_dir.file(old + ending)
                 move_or_copy(source, self._destination.url(new + ending), self._storage)
                 progress.advance(1)
         self._commit(manifests[0])

@@ -29,6 +29,7 @@ from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Skipped
 from streammega.convert.tokenize.encode import encoder_of, eod_of
 from streammega.convert.write.document_order import (
+    SIDE,
     SideRows,
     document_hashes,
     save_side,
@@ -155,20 +156,24 @@ class SegmentWriter:
         if options.dedup:
             rows["number"] = numbers.astype(np.uint64)
             rows["hash_low"], rows["hash_high"] = document_hashes(batch)
-        # The name says how large segments are, which depends on the machine. Two machines may do
-        # the same unit, if one seemed to be dead: they write other files, or the same bytes.
-        number = len(self._record.segments)
-        name = f"{unit_name(self._unit)}-{job.segment_bytes:x}-{number:04d}"
-        save_side(job, name, rows)
+        # The digest keeps it apart from the segments of other inputs and options. The name says
+        # too how large segments are, which depends on the machine. Two machines may do the same
+        # unit, if one seemed to be dead: they write other files, or the same bytes.
+        record = self._record
+        number = len(record.segments)
+        name = f"{unit_name(self._unit)}-{record.digest}-{job.segment_bytes:x}-{number:04d}"
+        if rows:
+            record.files[name + SIDE] = save_side(job, name, rows)
         if options.provenance:
-            _save_origins(job, name, batch)
+            record.files[name + ENDING] = _save_origins(job, name, batch)
         multimodal = batch.modes is not None
         prefix = job.work_dir.file(name)
         with IndexedDatasetWriter(prefix, dtype, multimodal, job.work_dir.storage) as writer:
             stored = batch.tokens.view(np.uint8).data
             writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
+        record.files[f"{name}.bin"] = writer.stored.size
+        record.files[f"{name}.idx"] = writer.index.size
         sizes = batch.document_tokens
-        record = self._record
         record.segments.append(ConvertSegment(name=name, documents=len(sizes), unit=self._unit))
         record.documents += len(sizes)
         record.tokens += len(batch.tokens)
@@ -240,8 +245,8 @@ def select_documents(batch: Tokens, job: Job, skipped: Skipped) -> tuple[Tokens,
     return batch, kept
 
 
-def _save_origins(job: Job, segment: str, batch: Tokens) -> None:
-    """Write where a segment's documents came from, in a file next to it.
+def _save_origins(job: Job, segment: str, batch: Tokens) -> int:
+    """Write where a segment's documents came from, in a file next to it. Returns its bytes.
 
     Raises ConvertError where that is not known of each: some would get another one's.
     """
@@ -254,4 +259,6 @@ def _save_origins(job: Job, segment: str, batch: Tokens) -> None:
         )
     writer = ProvenanceWriter()
     writer.add(batch.origins)
-    job.work_dir.write(segment + ENDING, writer.finish())
+    data = writer.finish()
+    job.work_dir.write(segment + ENDING, data)
+    return len(data)

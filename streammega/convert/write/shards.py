@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import xxhash
@@ -36,7 +36,7 @@ from streammega.dataset.provenance import (
 )
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
-from streammega.storage import join_url, open_store, parent_url
+from streammega.storage import open_store
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.progress import Progress
 from streammega.storage.store import write_again
@@ -61,15 +61,19 @@ class ShardLayout:
     buckets: int
     bounds: list[Place]
     names: list[str]
-    targets: list[str]
-    """Where the tokens of each shard are written: in the work folder, or under their final names
-    where nothing can be renamed.
-    """
     first_sequences: list[int]
     """The number of the first sequence of each shard, counted over the dataset, by which members of
     tars are named; 0 in other formats.
     """
     digest: str = ""
+    targets: list[str] = field(default_factory=list)
+    """Where the tokens of each shard are written: in the work folder, or under their final names
+    where nothing can be renamed. The publisher chooses.
+    """
+
+    def work_names(self) -> list[str]:
+        """The prefix of each shard's files in the work folder, which no other layout has."""
+        return [f"out-{self.digest}/{name}" for name in self.names]
 
     @property
     def num_shards(self) -> int:
@@ -177,8 +181,6 @@ def plan_shards(
     names = [destination.stem]
     if options.shard_bytes is not None:
         names = [shard_name(destination.stem, number, num_shards) for number in range(num_shards)]
-    # Where files can be renamed, they are written to the work folder first.
-    folder = parent_url(destination.prefix) if destination.is_remote else job.work_dir.file("out")
     first_sequences = [0] * num_shards
     if options.format == "tar":
         first_sequences = number_sequences(documents, bounds)
@@ -190,7 +192,6 @@ def plan_shards(
         buckets=buckets,
         bounds=bounds,
         names=names,
-        targets=[join_url(folder, name) for name in names],
         first_sequences=first_sequences,
     )
     digest = digest_of_json([options.digest(), asdict(layout), list(sources)])
@@ -201,12 +202,14 @@ def plan_shards(
 class ShardRecord:
     """What is noted in the work folder of a shard that is written.
 
-    digest: that of its layout. packing: what packing made of its documents. origins: the checksum of
-    its provenance; ids: how many of its documents have an id.
+    digest: that of its layout. files: those in the work folder, and their sizes. packing: what
+    packing made of its documents. origins: the checksum of its provenance; ids: how many of its
+    documents have an id.
     """
 
     digest: str
     shard: ShardEntry
+    files: dict[str, int]
     packing: PackingStats | None = None
     origins: str = ""
     ids: int = 0
@@ -252,12 +255,19 @@ def write_shard(
     writer, packing, stored_order = write_again(
         store, key, lambda: _write_tokens(job, layout, number, documents, report, threads)
     )
+    work_name = layout.work_names()[number]
+    files = {f"{work_name}.idx": writer.index.size}
+    if layout.targets[number] == job.work_dir.file(work_name):
+        files[work_name + SUFFIXES[options.format]] = writer.stored.size
     origins = ""
     ids = 0
     if options.provenance:
         as_planned = _portions_of_shard(documents, layout, number)
         in_order = as_planned if packing is None else stored_order
-        origins, ids = _write_origins(job, documents, in_order, layout.names[number])
+        data, ids = _read_origins(job, documents, in_order)
+        job.work_dir.write(work_name + ENDING, data)
+        files[work_name + ENDING] = len(data)
+        origins = xxhash.xxh3_128_hexdigest(data)
     record = ShardRecord(
         digest=layout.digest,
         shard=ShardEntry(
@@ -271,11 +281,12 @@ def write_shard(
             index_checksums=writer.index.checksums,
             ends=writer.ends,
         ),
+        files=files,
         packing=packing,
         origins=origins,
         ids=ids,
     )
-    job.work_dir.write_record(_record_name(number), asdict(record))
+    job.work_dir.replace_record(_record_name(number), asdict(record))
     report(copied)
     return record
 
@@ -332,7 +343,7 @@ def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
         kind=options.format,
         level=options.zstd_level,
         frame_bytes=options.zstd_frame_bytes,
-        index_prefix=job.work_dir.file(f"out/{layout.names[number]}"),
+        index_prefix=job.work_dir.file(layout.work_names()[number]),
         first_sequence=layout.first_sequences[number],
     )
 
@@ -356,12 +367,12 @@ def _record_name(number: int) -> str:
     return f"shard-{number:06d}.json"
 
 
-def _write_origins(
-    job: Job, documents: DocumentOrder, portions: Iterable[Portion], name: str
-) -> tuple[str, int]:
-    """Write the origins of a shard to the work folder, from where they are published.
+def _read_origins(
+    job: Job, documents: DocumentOrder, portions: Iterable[Portion]
+) -> tuple[bytes, int]:
+    """The origins of a shard, as they are stored, and how many of them have an id.
 
-    Returns their xxh3-128, and how many of them have an id. portions: its documents in their order.
+    portions: its documents in their order.
     """
     writer = ProvenanceWriter()
     for portion in portions:
@@ -379,6 +390,4 @@ def _write_origins(
             rows_of_parts.append(rows)
         in_order = np.argsort(np.concatenate(rows_of_parts))
         writer.add(concat_origins(origins).take(in_order))
-    data = writer.finish()
-    job.work_dir.write(f"out/{name}{ENDING}", data)
-    return xxhash.xxh3_128_hexdigest(data), writer.num_ids
+    return writer.finish(), writer.num_ids
