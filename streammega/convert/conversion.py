@@ -355,9 +355,9 @@ def _check_all_units_done(numbers: Sequence[int], done: Collection[int]) -> None
             ", ..." if len(missing) > SHOWN_UNITS else ""
         )
         raise ConvertError(
-            f"{len(missing)} of {len(numbers)} units are not done, or were of other inputs or "
-            f"options: {named}; start the tasks again that have not ended (task i of N does the units i, "
-            f"i + N, ...), with the same inputs and options as here"
+            f"{len(missing)} of {len(numbers)} units are not done, or were of other inputs, options "
+            f"or tokenizers: {named}; start the tasks again that have not ended (task i of N does the "
+            f"units i, i + N, ...), with the same inputs, options and tokenizer as here"
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from streammega.convert.read.stdin import (
 from streammega.convert.report import ConvertReport, sum_skipped
 from streammega.convert.tokenize.chat import as_option, find_template
 from streammega.convert.tokenize.encode import NO_TOKENIZER, BatchEncoder, keep_encoder
-from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod
 from streammega.convert.work_dir import WorkDir, output_lock
 from streammega.convert.write.destination import (
     Destination,
@@ -297,6 +297,12 @@ def plan(
     tokenizer = None
     if options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+        if options.append_eod:
+            # The token itself, as its files name it now: for workers elsewhere, and so that another
+            # one is another conversion. Inputs of ids need none.
+            with suppress(ConvertError):
+                eod, _ = resolve_eod(tokenizer, options.eod)
+                options = replace(options, eod=eod)
     if options.chat_template is not None:
         # All of it, for workers elsewhere, and so that another one is another conversion.
         template = find_template(options.chat_template, options.tokenizer, options.template_vars)

@@ -26,7 +26,7 @@ from streammega.convert.tokenize import chat as chats
 from streammega.convert.tokenize import chat_templates as families
 from streammega.convert.tokenize import encode, long_text, tokenizers
 from streammega.convert.tokenize.chat import BUILT_IN, find_template
-from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
+from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 
@@ -793,8 +793,8 @@ def test_documents_end_with_the_eos_token_of_a_tokenizer_folder(tmp_path: Path) 
         "not there": "<|endoftext|>",
     }.items():
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-        assert resolve_eod_id(tokenizer, None) == tokenizer.find(found)
-    assert resolve_eod_id(tokenizer, "<s>") == tokenizer.find("<s>")
+        assert resolve_eod(tokenizer, None) == (found, tokenizer.find(found))
+    assert resolve_eod(tokenizer, "<s>") == ("<s>", tokenizer.find("<s>"))
 
 
 @pytest.mark.parametrize(

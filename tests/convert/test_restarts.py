@@ -5,6 +5,7 @@ output, or of files that are gone.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from streammega.convert import convert
+from streammega.convert import Task, convert, convert_task, merge_tasks
 from streammega.convert.conversion import Conversion
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 from tests.convert.test_publishing import Killed, killed_before
-from tests.support.builders import stored_texts, write_jsonl
+from tests.support.builders import stored_ids, stored_texts, write_jsonl, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -121,3 +122,84 @@ def test_what_other_options_made_is_removed_as_it_is_made_again(
     assert files[0] == files[1]
     assert len(files[2]) == len(files[1])
     assert not files[2] & files[1]
+
+
+# --- the end of documents, which the tokenizer's settings name ---
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A folder with a tokenizer of which two tokens may end documents."""
+    words = " ".join(TEXTS).split()
+    write_tokenizer(
+        tmp_path / "tokenizer" / "tokenizer.json", list(dict.fromkeys(words)), ["<one>", "<two>"]
+    )
+    end_documents_with("<one>", tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def end_documents_with(token: str, tokenizer: Path) -> None:
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+
+
+def last_ids(prefix: Path) -> set[int]:
+    return {ids[-1] for ids in stored_ids(f"{prefix}.manifest.json")}
+
+
+def test_documents_end_alike_though_the_settings_of_the_tokenizer_change_between_two_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path
+) -> None:
+    options = {**OPTIONS, "tokenizer": str(tokenizer), "shard_bytes": 50}
+    ends = {}
+    for token in ("<one>", "<two>"):
+        end_documents_with(token, tokenizer)
+        convert([corpus], str(tmp_path / token / "web"), **options)
+        (ends[token],) = last_ids(tmp_path / token / "web")
+    assert len(set(ends.values())) == 2
+    for step in itertools.count(1, 2):
+        output = tmp_path / f"out{step}" / "web"
+        end_documents_with("<one>", tokenizer)
+        done = False
+        with suppress(Killed), killed_before(step, monkeypatch):
+            convert([corpus], str(output), **options)
+            done = True
+        end_documents_with("<two>", tokenizer)
+        with suppress(ConvertError):  # what was published is in the way
+            convert([corpus], str(output), **options)
+            assert last_ids(output) == {ends["<two>"]}, step
+            assert verify(str(output)).problems == []
+        if done:
+            break
+    assert step > 10
+
+
+def test_tasks_whose_tokenizers_name_other_ends_are_not_merged(
+    tmp_path: Path, corpus: str, tokenizer: Path
+) -> None:
+    options = {**OPTIONS, "tokenizer": str(tokenizer)}
+    output = str(tmp_path / "out" / "web")
+    convert_task([corpus], output, Task(number=0, of=2), **options)
+    end_documents_with("<two>", tokenizer)
+    convert_task([corpus], output, Task(number=1, of=2), **options)
+    for token in ("<two>", "<one>"):
+        end_documents_with(token, tokenizer)
+        with pytest.raises(ConvertError, match="units are not done, or were of other inputs"):
+            merge_tasks([corpus], output, **options)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_workers_end_documents_as_the_conversion_does_whatever_their_tokenizer_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path
+) -> None:
+    options = {**OPTIONS, "tokenizer": str(tokenizer)}
+    convert([corpus], str(tmp_path / "one" / "web"), **options)
+    real = Conversion.do_units
+
+    def changed(self: Conversion, *arguments: Any) -> Any:
+        end_documents_with("<two>", tokenizer)  # as on another machine
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Conversion, "do_units", changed)
+    monkeypatch.setattr("streammega.convert.conversion.MAX_THREADS", 1)
+    convert([corpus], str(tmp_path / "two" / "web"), **options | {"workers": 2})
+    assert last_ids(tmp_path / "two" / "web") == last_ids(tmp_path / "one" / "web")

@@ -28,7 +28,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod_id
+from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod
 from streammega.errors import StreammegaError
 from tools.fuzz.common import STORAGE, Target, new_number, stored_in
 
@@ -133,7 +133,7 @@ def tokenizer_target(folder: Path, suffix: str, seeds: Callable[[], list[bytes]]
                 assert all(0 <= number < tokenizer.vocab_size for number in numbers)
                 tokenizer.decode(numbers)
             with suppress(StreammegaError):
-                resolve_eod_id(tokenizer, None)
+                resolve_eod(tokenizer, None)
 
     return Target(run, seeds(), is_json=suffix == ".json")
 

@@ -22,7 +22,7 @@ from streammega.convert.read.source import Skipped, with_line
 from streammega.convert.tokenize.chat import ChatEncoder, find_template
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_text import LONG, encode_long
-from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer, resolve_eod_id
+from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer, resolve_eod
 from streammega.dataset.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
@@ -48,7 +48,9 @@ class BatchEncoder:
         self.tokenizer = tokenizer
         self.options = options
         self._storage = storage
-        self.eod = resolve_eod_id(tokenizer, options.eod) if options.append_eod else None
+        self.eod = None
+        if options.append_eod:
+            _, self.eod = resolve_eod(tokenizer, options.eod)
         self.bos = None if options.bos is None else tokenizer.find(options.bos)
         if options.bos is not None and self.bos is None:
             raise ConvertError(f"the tokenizer has no token {options.bos!r}, which --bos names")

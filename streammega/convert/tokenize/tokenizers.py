@@ -128,7 +128,7 @@ class Tokenizer(ABC):
         """The id of a special token, if there is one of that name."""
         return self.special_tokens.get(token)
 
-    def default_eod_id(self) -> int | None:
+    def default_eod(self) -> str | None:
         """The end-of-document token that its own files name; None: they name none."""
         return None
 
@@ -170,19 +170,20 @@ def load_tokenizer(
     return kind.load(name, TokenizerSettings(special_tokens_in_text, add_special_tokens, pattern))
 
 
-def resolve_eod_id(tokenizer: Tokenizer, name: str | None) -> int:
-    """The id of the end-of-document token: the one named, the tokenizer's own, or the first
+def resolve_eod(tokenizer: Tokenizer, name: str | None) -> tuple[str, int]:
+    """The end-of-document token and its id: the one named, the tokenizer's own, or the first
     well-known name it has.
+
+    Raises ConvertError where it has none of them.
     """
-    if name is None:
-        usual = tokenizer.default_eod_id()
-        if usual is not None:
-            return usual
-    names = [name] if name else EOD_NAMES
+    token = tokenizer.default_eod() if name is None else name
+    names = [token] if token else []
+    if not name:
+        names += EOD_NAMES
     for candidate in names:
         number = tokenizer.find(candidate)
         if number is not None:
-            return number
+            return candidate, number
     raise ConvertError(
         f"the tokenizer has no end-of-document token ({', '.join(names)}); name it with --eod, "
         f"or pass --no-append-eod"
@@ -331,13 +332,13 @@ class HuggingFaceTokenizer(Tokenizer):
         number = self.model.token_to_id(token)
         return None if number is None else int(number)
 
-    def default_eod_id(self) -> int | None:
+    def default_eod(self) -> str | None:
         """The eos_token of its tokenizer_config.json, as Megatron takes it."""
         eos = special_token_names(read_settings(self._source)).get("eos_token")
         has_other = any(self.find(name) is not None for name in EOD_NAMES if name not in TURN_ENDS)
         if eos is None or (eos in TURN_ENDS and has_other):
             return None
-        return self.find(eos)
+        return eos
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -408,10 +409,10 @@ class SentencePieceTokenizer(Tokenizer):
         number = int(self.model.piece_to_id(token))
         return None if number == self.model.unk_id() else number
 
-    def default_eod_id(self) -> int | None:
+    def default_eod(self) -> str | None:
         """Its end-of-sentence piece."""
         number = int(self.model.eos_id())
-        return number if number >= 0 else None
+        return str(self.model.id_to_piece(number)) if number >= 0 else None
 
 
 class TiktokenTokenizer(Tokenizer):

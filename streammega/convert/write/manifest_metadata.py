@@ -13,7 +13,7 @@ from streammega.config import StorageConfig
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
-from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod_id
+from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod
 from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.manifest_metadata import TokenizerLabel, list_names, mixed_tokenizers
 from streammega.dataset.names import MANIFEST, dataset_of_marked, split_name, without_number
@@ -50,8 +50,11 @@ def labels_of(
         record = {"name": tokenizer.name, "digest": tokenizer.digest}
         if _is_mix(known, options, (f"--tokenizer {options.tokenizer}", record)):
             return UNKNOWN | of_modes
+        eod_id = None
+        if options.append_eod:
+            _, eod_id = resolve_eod(tokenizer, options.eod)
         return {
-            "eod_id": resolve_eod_id(tokenizer, options.eod) if options.append_eod else None,
+            "eod_id": eod_id,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": record,
         } | of_modes
