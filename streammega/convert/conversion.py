@@ -269,7 +269,7 @@ class Conversion:
         )
         # Once more: a version may have been appended since the conversion began.
         check_not_grown(self.prefix, self.storage, overwrite=self.overwrite)
-        return self.publisher.publish(layout, manifest, self.progress)
+        return self.publisher.publish(layout, written.shards, manifest, self.progress)
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
@@ -318,8 +318,7 @@ class Conversion:
     def _write_shards(self, job: Job, layout: ShardLayout) -> list[ShardRecord]:
         """Write the shards that are not written yet. Returns all of them."""
         done = read_shards(job, layout)
-        entries = {number: record.shard for number, record in done.items()}
-        for number in self.publisher.missing_shards(layout, entries):
+        for number in self.publisher.missing_shards(layout, done):
             del done[number]
         numbers = [number for number in range(layout.num_shards) if number not in done]
         itemsize = np.dtype(layout.dtype).itemsize

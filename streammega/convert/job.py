@@ -124,7 +124,9 @@ def unit_name(number: int) -> str:
 
 
 def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
-    """The records of units that are done and were made from the same, by their numbers."""
+    """The records of units that are done and were made from the same, by their numbers. Those that
+    have lost a file are done again.
+    """
     records = {}
     for number in numbers:
         stored = job.work_dir.read_record(f"{unit_name(number)}.json")
@@ -132,7 +134,12 @@ def read_records(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
             segments = [ConvertSegment(**segment) for segment in stored.pop("segments")]
             skipped = Skipped(**stored.pop("skipped"))
             records[number] = UnitRecord(segments=segments, skipped=skipped, **stored)
-    return records
+    there = job.work_dir.sizes("unit-") if records else {}
+    return {
+        number: record
+        for number, record in records.items()
+        if record.files.items() <= there.items()
+    }
 
 
 def save_record(job: Job, number: int, record: UnitRecord) -> None:

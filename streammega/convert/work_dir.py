@@ -10,8 +10,9 @@
 | `lock` | held while a conversion of this machine runs |
 
 A record is valid if its digest is that of what would be made now (`Job.unit_digest`,
-`ShardLayout.digest`). After a change of inputs or options only what depends on them is done again.
-Files that a record speaks of have its digest in their names, so no other unit or shard writes them.
+`ShardLayout.digest`), and if all files that it speaks of are there with their sizes. After a change
+of inputs or options only what depends on them is done again. These files have the digest in their
+names, so no other unit or shard writes them.
 """
 
 from __future__ import annotations
@@ -123,6 +124,12 @@ class WorkDir:
             if file not in record["files"]:
                 delete(self.file(file), self.storage)
 
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """The bytes of its files whose names begin so, by their names. Raises StorageError."""
+        store, folder = self._open()
+        infos = store.list(folder + prefix)
+        return {info.key.removeprefix(folder): info.size for info in infos}
+
     def can_resume(self) -> bool:
         """Whether it is on this machine and holds what a second run can use."""
         if self.is_remote or not os.path.isdir(self.url):
@@ -134,9 +141,9 @@ class WorkDir:
         """Remove what an interrupted run has done, but not what came by a pipe, the lock, and the
         record of what is being published.
         """
-        store, keys = self._files()
+        store, folder = self._open()
         # Records go before what they speak of.
-        names = {key: os.path.basename(key) for key in keys}
+        names = {info.key: os.path.basename(info.key) for info in store.list(folder)}
         kept = (LOCK, PUBLISHING)
         removed = [
             key
@@ -159,7 +166,8 @@ class WorkDir:
                 os.rename(self.url, removed)
                 shutil.rmtree(removed, ignore_errors=True)
             return
-        store, keys = self._files()
+        store, folder = self._open()
+        keys = [info.key for info in store.list(folder)]
         # Records go before what they speak of, and last the record that says whose the output is.
         for key in sorted(keys, key=_removal_turn):
             store.delete(key)
@@ -228,10 +236,10 @@ class WorkDir:
                 f"--work-dir, a folder or a URL"
             ) from None
 
-    def _files(self) -> tuple[Store, list[str]]:
-        """The store of its files, and their keys."""
+    def _open(self) -> tuple[Store, str]:
+        """The store of its files, and how their keys begin."""
         store, folder = open_store(f"{self.url}/", self.storage)
-        return store, [info.key for info in store.list(f"{folder.rstrip('/')}/")]
+        return store, f"{folder.rstrip('/')}/"
 
 
 def _removal_turn(key: str) -> int:

@@ -390,9 +390,10 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
 
 
 @pytest.mark.guarantee("killed-moment-dataset")
+@pytest.mark.parametrize("shards", [1, 20])
 @pytest.mark.parametrize("where", ["remote", "local"])
 def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
-    where: str, tmp_path: Path, request: pytest.FixtureRequest
+    where: str, shards: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     write_texts(tmp_path / "in.jsonl", 20)
     root = str(tmp_path / "d")
@@ -403,12 +404,20 @@ def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
         storage = StorageConfig(storage_options=server.options, request_timeout=60)
     named = ([str(tmp_path / "in.jsonl")], f"{root}/web")
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "storage": storage}
+    names = ["web"]
+    if shards > 1:
+        options |= {"shard_bytes": 1}  # a document each
+        names = [f"web-{number:05d}-of-{shards:05d}" for number in range(shards)]
     convert(*named, provenance=True, **options)
-    for ending in (".bin", ".idx", ".manifest.json"):
-        delete(f"{root}/web{ending}", storage)
+    delete(f"{root}/web.manifest.json", storage)
+    for name in names:
+        assert exists(f"{root}/{name}.origins", storage)
+        for ending in (".bin", ".idx"):
+            delete(f"{root}/{name}{ending}", storage)
     convert(*named, shuffle_seed=1, **options)
-    assert exists(f"{root}/web.idx", storage)
-    assert not exists(f"{root}/web.origins", storage)
+    for name in names:
+        assert exists(f"{root}/{name}.idx", storage)
+        assert not exists(f"{root}/{name}.origins", storage)
 
 
 def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(

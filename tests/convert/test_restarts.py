@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
+from streammega.cli.main import main
 from streammega.convert import Task, convert, convert_task, merge_tasks
 from streammega.convert.conversion import Conversion
+from streammega.dataset.names import MANIFEST
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 from tests.convert.test_publishing import Killed, killed_before
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 TEXTS = [f"document {number} of the corpus" for number in range(24)]
 OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 500, "workers": 1}
+PLACES = ("local", "remote", "remote work")
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +52,9 @@ def roots(tmp_path: Path, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield root, {"work_dir": f"{root}-work"} if where == "remote work" else {}
 
 
-@pytest.mark.parametrize("where", ["local", "remote", "remote work"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
-    "stride", [9, pytest.param(4, marks=pytest.mark.soak)], ids=["some", "many"]
+    "stride", [12, pytest.param(4, marks=pytest.mark.soak)], ids=["some", "many"]
 )
 def test_a_killed_conversion_of_other_options_leaves_nothing_in_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, where: str, stride: int
@@ -122,6 +126,97 @@ def test_what_other_options_made_is_removed_as_it_is_made_again(
     assert files[0] == files[1]
     assert len(files[2]) == len(files[1])
     assert not files[2] & files[1]
+
+
+# --- files that are gone ---
+
+ALL_FILES: dict[str, Any] = {
+    **OPTIONS, "overwrite": True, "provenance": True, "shuffle_seed": 3, "dedup": True
+}  # fmt: skip
+
+
+def files_of(*folders: str) -> list[tuple[Any, str]]:
+    """(file system, path) of all files below folders, but for those of killed writers."""
+    found = []
+    for folder in folders:
+        system, path = fsspec.core.url_to_fs(folder)
+        found += [(system, name) for name in system.find(path) if not name.endswith(".partial")]
+    return found
+
+
+def remove_by_gc(output: str, _work: str, _turn: int) -> list[str]:
+    main(["gc", output, "--remove"])  # which fails where nothing is there yet
+    return []
+
+
+def remove_half(output: str, _work: str, turn: int) -> list[str]:
+    """By hand, every second file of the output."""
+    files = files_of(output.rpartition("/")[0])[turn % 2 :: 2]
+    for system, path in files:
+        system.rm_file(path)
+    return [path for _, path in files]
+
+
+def remove_one(output: str, work: str, turn: int) -> list[str]:
+    """Any file of the output or of the work folder."""
+    files = files_of(output.rpartition("/")[0], work)[turn * 7 % 11 :][:1]
+    for system, path in files:
+        system.rm_file(path)
+    return [path for _, path in files]
+
+
+REMOVALS = (remove_by_gc, remove_half, remove_one)
+
+
+@pytest.mark.parametrize(
+    ("where", "has_former", "remove", "stride"),
+    [
+        ("local", False, remove_by_gc, 6),
+        ("local", True, remove_half, 6),
+        ("remote", True, remove_one, 6),
+        ("remote work", False, remove_one, 9),
+        *(
+            pytest.param(where, has_former, remove, 1, marks=pytest.mark.soak)
+            for where in PLACES
+            for has_former in (False, True)
+            for remove in REMOVALS
+        ),
+    ],
+)
+def test_what_is_gone_between_two_starts_is_made_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: str,
+    where: str,
+    has_former: bool,
+    remove: Callable[[str, str, int], list[str]],
+    stride: int,
+) -> None:
+    """From units to what is published and what it replaces, on a disk and in a bucket."""
+    former = write_jsonl(tmp_path / "former.jsonl", TEXTS[::3])
+    places = roots(tmp_path, where)
+    # the kinds of removal begin at different steps
+    for step in itertools.count(len(remove.__name__) % stride, stride):
+        root, named = next(places)
+        output = f"{root}/web"
+        work = named.get("work_dir", str(tmp_path / "xdg-cache" / "streammega" / "convert"))
+        if has_former:
+            convert([former], output, **OPTIONS)
+        with suppress(Killed), killed_before(step, monkeypatch):
+            convert([corpus], output, **ALL_FILES, **named)
+            break
+        removed = remove(output, work, step)
+        try:
+            convert([corpus], output, **ALL_FILES, **named)
+        except ConvertError as error:
+            # shards without a manifest, and without the record of what is put, may be anybody's
+            is_unknown = any(name.endswith(("publishing.json", MANIFEST)) for name in removed)
+            if not is_unknown or "exists already" not in str(error):
+                raise
+            continue
+        assert sorted(stored_texts(f"{output}.manifest.json")) == sorted(TEXTS), step
+        assert verify(output).problems == [], step
+    assert step > 25
 
 
 # --- the end of documents, which the tokenizer's settings name ---

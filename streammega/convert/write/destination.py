@@ -128,8 +128,10 @@ class Destination:
         """The bytes of those files that exist."""
         if len(urls) > MAX_SINGLE_LOOKUPS:
             store, key = open_store(f"{self._folder}/", self.storage)
+            # A local path has lost its slash; the key of a bucket's root is empty.
+            below = f"{key.rstrip('/')}/" if key else ""
             try:
-                listed = store.list(key, recursive=False)
+                listed = store.list(below, recursive=False)
                 return {self.url(os.path.basename(info.key)): info.size for info in listed}
             except StorageError as error:
                 if error.transient:

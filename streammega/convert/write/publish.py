@@ -14,15 +14,15 @@ A record in the work folder says what is being published. By it a restart knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.source import Input
 from streammega.convert.work_dir import PUBLISHING, WorkDir
 from streammega.convert.write.destination import Destination, Reservation
-from streammega.convert.write.shards import ShardLayout
-from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.convert.write.shards import ShardLayout, ShardRecord
+from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
 from streammega.errors import AccessDeniedError, ConvertError
@@ -71,6 +71,8 @@ class Publisher:
         """ETag of the manifest that was there at the start. The commit depends on it."""
         self._is_resumed = False
         """Whether an earlier run of this conversion was interrupted while it published."""
+        self._is_restored = False
+        """Whether it had given the shards of a local dataset their plain names again."""
         self._has_tokens = False
         """Whether tokens under plain names can only be this job's: its reservation never ended."""
 
@@ -89,8 +91,9 @@ class Publisher:
             was_publishing = self._is_remote and self._reservation.is_publishing()
             self._is_resumed = was_publishing or record is not None
         elif record is not None and version != record.replaced_version:
-            stored = self._destination.manifest()
-            self._is_resumed = stored is not None and digest_of_bytes(stored) in record.manifests
+            digest = digest_of_bytes(self._destination.manifest() or b"")
+            self._is_resumed = digest in record.manifests
+            self._is_restored = record.manifests[1:] == [digest]
         if not self._is_resumed:
             self._note_existing(overwrite=overwrite)
         elif record is not None:
@@ -141,51 +144,47 @@ class Publisher:
         # The mark is part of the digest: shards under other names would have to be written again.
         return replace(layout, targets=targets, digest=layout.digest + mark)
 
-    def missing_shards(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
-        """Written shards whose tokens are gone, have another size or may be another job's: a `gc`
-        may have removed them or the reservation. Other shards are written from now on.
+    def missing_shards(self, layout: ShardLayout, shards: Mapping[int, ShardRecord]) -> list[int]:
+        """Written shards with a file that is gone, has another size or may be another job's: a `gc`
+        may have removed it or the reservation. Other shards are written from now on.
         """
         may_be_others = self._needs_reservation and not self._has_tokens
         self._has_tokens = True
-        return list(shards) if may_be_others else self._missing_tokens(layout, shards)
+        return list(shards) if may_be_others else self._missing(layout, shards)
 
     def publish(
-        self, layout: ShardLayout, manifest: Manifest, progress: ProgressObserver
+        self,
+        layout: ShardLayout,
+        shards: Sequence[ShardRecord],
+        manifest: Manifest,
+        progress: ProgressObserver,
     ) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end.
 
-        progress: receives the files that are put.
+        Nothing is put or removed while a file of a shard is missing. progress: receives the files
+        that are put.
         """
+        records = dict(enumerate(shards))
         mark = self._record.mark
         names = self._destination.shard_names(layout.names, mark)
         named = zip(manifest.shards, names, strict=True)
         committed = replace(manifest, shards=[replace(shard, name=name) for shard, name in named])
         restores_names = bool(mark) and not self._is_remote
         manifests = [committed.to_json(), manifest.to_json()][: 2 if restores_names else 1]
-        if self._is_resumed and restores_names and self._destination.manifest() == manifests[-1]:
-            # An earlier run ended the second switch.
-            self._remove_marked(names)
-            return manifest
         self._check_unchanged()
+        self._check_files(layout, records)
+        if self._is_restored:
+            # An earlier run ended the second switch. Only what was lost since then is put.
+            self._put_files(layout, layout.names, progress)
+            return self._restore_names(layout, records, manifest)
         if self._needs_reservation and not self._reservation.begin_publishing():
             # Tokens under plain names may be another job's by now.
             raise ConvertError(self._lost_reservation())
-        self._check_tokens(layout, manifest)
         digests = [digest_of_bytes(data) for data in manifests]
         self._record = replace(self._record, manifests=digests)
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
-        # Tokens without an .idx are no dataset, so each .idx comes last.
-        moved = self._last_endings
-        if not self._is_remote:  # else they were written there
-            moved = (self._destination.suffix, *moved)
-        progress.begin("publishing", len(names) * len(moved) + 1, " files")  # and the manifest
-        if not self._has_origins:
-            self._remove_stale_origins(names)
-        for ending in moved:
-            for old, new in zip(layout.work_names(), names, strict=True):
-                source = self._work_dir.file(old + ending)
-                move_or_copy(source, self._destination.url(new + ending), self._storage)
-                progress.advance(1)
+        self._put_files(layout, names, progress)
+        self._check_files(layout, records, names)
         self._commit(manifests[0])
         progress.advance(1)
         endings = (self._destination.suffix, *self._last_endings)
@@ -198,10 +197,7 @@ class Publisher:
             progress.advance(1)
         if not restores_names or not self._link(names, layout.names):
             return committed
-        sync_names(self._destination.manifest_url)
-        save_bytes(self._destination.manifest_url, manifests[-1], self._storage)
-        self._remove_marked(names)
-        return manifest
+        return self._restore_names(layout, records, manifest)
 
     # --- checks ---
 
@@ -286,25 +282,52 @@ class Publisher:
         if self._destination.manifest_version() != self._version:
             raise ConvertError(self._published_by_others())
 
-    def _check_tokens(self, layout: ShardLayout, manifest: Manifest) -> None:
-        """Raise ConvertError if written tokens are gone: the manifest would list nothing."""
-        missing = self._missing_tokens(layout, dict(enumerate(manifest.shards)))
+    def _check_files(
+        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], names: Sequence[str] = ()
+    ) -> None:
+        """Raise ConvertError if files of shards are gone: the manifest would list nothing. names:
+        under which all of them must have been put.
+        """
+        missing = self._missing(layout, shards, names)
         if missing:
-            first = layout.targets[missing[0]] + self._destination.suffix
+            first = (names or layout.names)[missing[0]]
             raise ConvertError(
-                f"{first}: is missing or has the wrong size ({len(missing)} of "
-                f"{len(manifest.shards)} shards). Another conversion or 'gc' may have removed it; "
-                f"run the same command again, which writes it again"
+                f"{self._destination.url(first)}: a file of this shard is missing or has the wrong "
+                f"size ({len(missing)} of {len(shards)} shards). Another conversion or 'gc' may have "
+                f"removed it; run the same command again, which writes it again"
             )
 
-    def _missing_tokens(self, layout: ShardLayout, shards: dict[int, ShardEntry]) -> list[int]:
-        if not self._is_remote:  # they are in the work folder, or were published
+    def _missing(
+        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], names: Sequence[str] = ()
+    ) -> list[int]:
+        """Shards with a file that is not there in its size: neither in the work folder nor where an
+        earlier run has put it. names: under which all of them must have been put.
+        """
+        if not shards:
             return []
-        urls = {number: layout.targets[number] + self._destination.suffix for number in shards}
-        sizes = self._destination.sizes(list(urls.values()))
-        return [
-            number for number, shard in shards.items() if sizes.get(urls[number]) != shard.bytes
+        suffix = self._destination.suffix
+        # Others may have put files of plain names, where no mark and no record says that we did.
+        may_be_put = bool(names or self._record.mark or self._is_resumed)
+        in_work_dir: dict[str, int] = {}
+        if not names:
+            in_work_dir = self._work_dir.sizes(f"out-{layout.digest}/")
+            mark = "" if self._is_restored else self._record.mark
+            names = self._destination.shard_names(layout.names, mark)
+        files = [
+            (number, ending, size, self._destination.url(names[number] + ending))
+            for number, shard in shards.items()
+            for ending, size in shard.sizes(suffix).items()
         ]
+        put = self._destination.sizes([url for *_, url in files])
+        work_names = layout.work_names()
+        missing = set()
+        for number, ending, size, url in files:
+            is_put = put.get(url) == size and (
+                may_be_put or (self._is_remote and ending == suffix)  # tokens are written there
+            )
+            if not is_put and in_work_dir.get(work_names[number] + ending) != size:
+                missing.add(number)
+        return sorted(missing)
 
     def _lost_reservation(self) -> str:
         return (
@@ -320,6 +343,23 @@ class Publisher:
         )
 
     # --- steps ---
+
+    def _put_files(
+        self, layout: ShardLayout, names: Sequence[str], progress: ProgressObserver
+    ) -> None:
+        """Give the files of shards their final names, those that an earlier run has not moved."""
+        # Tokens without an .idx are no dataset, so each .idx comes last.
+        moved = self._last_endings
+        if not self._is_remote:  # else they were written there
+            moved = (self._destination.suffix, *moved)
+        progress.begin("publishing", len(names) * len(moved) + 1, " files")  # and the manifest
+        if not self._has_origins:
+            self._remove_stale_origins(names)
+        for ending in moved:
+            for old, new in zip(layout.work_names(), names, strict=True):
+                source = self._work_dir.file(old + ending)
+                move_or_copy(source, self._destination.url(new + ending), self._storage)
+                progress.advance(1)
 
     def _remove_stale_origins(self, names: Sequence[str]) -> None:
         """Delete origins whose dataset was removed by hand: they would describe these documents."""
@@ -360,8 +400,14 @@ class Publisher:
             for marked_name, name in zip(marked_names, names, strict=True)
         )
 
-    def _remove_marked(self, marked_names: Sequence[str]) -> None:
-        """Delete the marked names, each `.idx` first: tokens without one are no dataset."""
+    def _restore_names(
+        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], manifest: Manifest
+    ) -> Manifest:
+        """Switch to the plain names, which all files have, and delete the marked ones."""
+        self._check_files(layout, shards, layout.names)
+        self._commit(manifest.to_json())
+        # Each `.idx` first: tokens without one are no dataset.
         for ending in (".idx", self._destination.suffix, ENDING):
-            for name in marked_names:
+            for name in self._destination.shard_names(layout.names, self._record.mark):
                 delete(self._destination.url(name + ending), self._storage)
+        return manifest

@@ -6,6 +6,7 @@ shard can be written by any worker.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -213,6 +214,12 @@ class ShardRecord:
     packing: PackingStats | None = None
     origins: str = ""
     ids: int = 0
+
+    def sizes(self, suffix: str) -> dict[str, int]:
+        """The bytes of all its files by their endings. suffix: that of the tokens."""
+        names = {os.path.basename(name): size for name, size in self.files.items()}
+        endings = {name.removeprefix(self.shard.name): size for name, size in names.items()}
+        return endings | {suffix: self.shard.bytes}
 
 
 def read_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
