@@ -25,7 +25,7 @@ from streammega.convert.job import (
     stored_bytes,
 )
 from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
-from streammega.convert.read.megatron import dataset_name
+from streammega.convert.read.megatron import check_local_version, dataset_name
 from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.read.source import Input
 from streammega.convert.report import sum_skipped
@@ -213,9 +213,13 @@ class Conversion:
             job, parts, sources, self.destination, self.execution.shuffle_memory_bytes
         )
         layout = self.publisher.choose_names(layout)
+        shards = self._write_shards(job, layout)
+        for part in parts:
+            if part.is_input:
+                check_local_version(part.name, part.version, self.input_storage)
         return WrittenDataset(
             layout=layout,
-            shards=self._write_shards(job, layout),
+            shards=shards,
             records=records,
             duplicates=duplicates,
             source_bytes=source_bytes,

@@ -50,7 +50,8 @@ class Job:
         slices = []
         for piece in self.units[number]:
             item = piece.input
-            slices.append([item.path, item.format, item.size, item.etag, piece.start, piece.stop])
+            of_item = [item.path, item.format, item.size, item.etag]
+            slices.append([*of_item, piece.start, piece.stop, piece.version])
         return digest_of_json([self.options.digest(), self.tokenizer_digest, slices])
 
 
@@ -59,7 +60,7 @@ class ConvertSegment:
     """Documents of one pair: a segment that a unit wrote, or an input that passes as it is.
 
     name: of the pair in the work folder, or the input's. has_keep: whether a `.keep` file says which
-    documents are no duplicates. version: the ETag of an input's tokens when the work was planned.
+    documents are no duplicates. version: that of an input when the work was planned.
     """
 
     name: str
@@ -74,10 +75,11 @@ class ConvertSegment:
         return self.name if self.is_input else job.work_dir.file(self.name)
 
     def open(self, job: Job) -> IndexedDataset:
-        """Its pair. Raises ObjectChangedError for an input that was replaced since then."""
+        """Its pair. Raises ObjectChangedError for an input that changed since then."""
         storage = job.input_storage if self.is_input else job.work_dir.storage
         indexed = IndexedDataset(self.prefix(job), storage)
-        check_version(self.name, self.version, indexed.bin_info.etag)
+        if self.is_input:
+            check_version(self.name, self.version, indexed.version)
         return indexed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived_stores import ConcatStore
+from streammega.storage.etags import bare_version
 from streammega.storage.thread_pool import parallel_map
 
 MAX_OPENED = 32
@@ -197,6 +199,10 @@ class IndexedDataset(Sequence["Item"]):
             documents=len(self.document_indices) - 1,
         )
         """A digest of what it holds, the same wherever it is stored."""
+        etags = [self.bin_info.etag, *(shard.index_info.etag for shard in self._shards)]
+        joined = "\n".join(map(bare_version, etags)).encode()
+        self.version = hashlib.blake2b(joined, digest_size=16).hexdigest() if all(etags) else ""
+        """A digest that changes when one of its files does; empty where a server sends no ETags."""
         return [shard.name for shard in self._shards]
 
     def __repr__(self) -> str:

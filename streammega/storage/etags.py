@@ -1,4 +1,5 @@
-"""The version of an object: its ETag, or its Last-Modified where the server sends no ETag.
+"""The version of an object: its ETag, or its Last-Modified where the server sends no ETag. Of other
+files, what their file system tells: an ETag, a time, or their size alone.
 
 Versions are compared with those of the same kind only.
 """
@@ -6,7 +7,9 @@ Versions are compared with those of the same kind only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from streammega.errors import ObjectChangedError
 from streammega.storage.http_errors import root_of
@@ -16,6 +19,14 @@ log = logging.getLogger(__name__)
 
 MODIFIED = "modified "
 """The prefix of versions that are a time. No ETag has it, for ETags are quoted or hexadecimal."""
+SIZED = "size "
+"""The prefix of versions that are the bytes of a file, where nothing else is known of it."""
+_ETAG_KEYS = ("ETag", "etag", "Content-MD5", "blob_id", "sha", "CRC")
+_TIME_KEYS = (
+    *("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "modify"),
+    *("modificationTime", "updated", "created"),
+)
+"""What drivers of fsspec call the digest or ETag of a file, and when it was written."""
 
 
 def version_of(etag: str | None, modified: datetime | None) -> str:
@@ -32,8 +43,8 @@ def version_of(etag: str | None, modified: datetime | None) -> str:
 
 
 def is_etag(version: str) -> bool:
-    """Whether a version is an ETag, and not a time. Servers compare ETags for conditional writes."""
-    return bool(version) and not version.startswith(MODIFIED)
+    """Whether a version is an ETag, and not a time or size. Servers compare ETags for conditional writes."""
+    return bool(version) and not version.startswith((MODIFIED, SIZED))
 
 
 def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
@@ -46,12 +57,37 @@ def version_like(expected: str, etag: str | None, modified: datetime | None) -> 
     return etag or ""
 
 
+def version_of_info(info: Mapping[str, Any], like: str = "") -> str:
+    """The version in what a driver of fsspec knows of a file; of the same kind as `like`, if that is
+    given. Empty where it knows none of that kind.
+    """
+    etag = next((str(info[key]) for key in _ETAG_KEYS if info.get(key)), "")
+    time = next((info[key] for key in _TIME_KEYS if info.get(key)), None)
+    size = f"{SIZED}{info.get('size')}"
+    # A time has whole seconds alone, so the size belongs to it.
+    modified = "" if time is None else f"{MODIFIED}{_whole_seconds(time)}, {size}"
+    if not like:
+        return etag or modified or size
+    if like.startswith(SIZED):
+        return size
+    return modified if like.startswith(MODIFIED) else etag
+
+
+def _whole_seconds(time: Any) -> str:
+    """A time of a driver, which may spell it otherwise in its listings: with parts of seconds, or as
+    another type.
+    """
+    if isinstance(time, datetime):
+        time = time.timestamp()
+    return str(int(time)) if isinstance(time, (int, float)) else str(time)
+
+
 def same_version(one: str, other: str) -> bool:
     """Whether two versions of one kind are the same.
 
     Some answers leave the quotes out, some servers weaken their ETags.
     """
-    return _bare(one) == _bare(other)
+    return bare_version(one) == bare_version(other)
 
 
 def check_version(url: str, expected: str, actual: str) -> None:
@@ -65,14 +101,16 @@ def check_version(url: str, expected: str, actual: str) -> None:
     if not actual or expected.startswith(MODIFIED) != actual.startswith(MODIFIED):
         warn_incomparable(url)
     elif not same_version(expected, actual):
+        kind = "ETag " if is_etag(actual) else ""
         raise ObjectChangedError(
-            f"{url}: the object was replaced while it was being read (ETag {actual}, it was "
+            f"{url}: the object was replaced while it was being read ({kind}{actual}, it was "
             f"{expected}); data would be mixed. Start again on the new object, or put the old one "
             f"back"
         )
 
 
-def _bare(version: str) -> str:
+def bare_version(version: str) -> str:
+    """A version without what answers of one server may add to it: quotes, and a mark of weakness."""
     return version.removeprefix("W/").strip('"')
 
 

@@ -1,14 +1,16 @@
 """Files of any URL to read: corpora that are converted, and folders of them.
 
 Buckets are read by our stores, with their credentials, retries and ETags, behind fsspec's
-interface. All else is read by fsspec's own drivers.
+interface. All else is read by fsspec's own drivers. A file that is another one than was found is an
+error in all of them.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec.core
@@ -16,9 +18,13 @@ from fsspec.spec import AbstractFileSystem
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError
-from streammega.storage.backends.fsspec import driver_options
+from streammega.errors.redaction import split_query, without_queries
+from streammega.storage.backends.fsspec import driver_error, driver_options
+from streammega.storage.backends.local import etag_of
+from streammega.storage.etags import SIZED, check_version, version_of_info
 from streammega.storage.object_file import ObjectReader, open_object
 from streammega.storage.open import OTHER_NAMES, SCHEMES, is_in_a_bucket, is_remote, open_store
+from streammega.storage.retry import RetryPolicy, endpoint_of
 from streammega.storage.store import ObjectInfo, Store
 
 _UNCHAINED_SCHEMES = {*SCHEMES, *OTHER_NAMES, "memory", "abfs", "abfss", "hdfs"}
@@ -59,22 +65,73 @@ def open_file(
 ) -> Iterator[Any]:
     """A file to read; `compression` as fsspec has it, "infer" by the suffix.
 
-    etag: the version to read, of an object in a bucket. note: called with the number of stored
-    bytes that were just read. Raises ObjectChangedError if that version is gone,
-    ObjectNotFoundError and other StorageErrors; drivers of fsspec raise their own errors.
+    etag: the version to read, as it was when the file was found: it is compared now, and again when
+    all was read or reading failed. A driver that keeps listings tells what these say. note: called
+    with the number of stored bytes that were just read.
+
+    Raises ObjectChangedError if that version is gone, ObjectNotFoundError and other StorageErrors;
+    drivers of fsspec raise their own errors.
     """
     system, path = file_system(url, config)
     packed = fsspec.core.get_compression(path, compression)
-    versioned = isinstance(system, StoreFiles)
-    opened = system.open_version(path, etag) if versioned else system.open(path)
-    with opened as file:
-        if note is not None:
-            file = CountedFile(file, note)
-        if packed is None:
-            yield file
-            return
-        with fsspec.core.compr[packed](file, mode="rb") as plain:
-            yield plain
+    shown, _ = split_query(url)
+    is_store = isinstance(system, StoreFiles)
+    # Each read of an object with an ETag is compared by itself.
+    is_compared = not etag or (is_store and not etag.startswith(SIZED))
+    if is_store:
+        opened = system.open_version(path, etag)
+    else:
+        if not is_compared:
+            check_version(shown, etag, _version_now(system, path, url, etag, config))
+        opened = system.open(path)
+    try:
+        with opened as file:
+            if note is not None:
+                file = CountedFile(file, note)
+            if packed is None:
+                yield file
+            else:
+                with fsspec.core.compr[packed](file, mode="rb") as plain:
+                    yield plain
+    except Exception:
+        # It may be broken because it was written over. Of a file that cannot be looked at either,
+        # the first error says more.
+        actual = etag
+        if not is_compared and not is_store:
+            with suppress(Exception):
+                actual = _version_of(system, path, url, etag)
+        check_version(shown, etag, actual)
+        raise
+    if not is_compared:
+        check_version(shown, etag, _version_now(system, path, url, etag, config))
+
+
+def _version_now(system: Any, path: str, url: str, like: str, config: StorageConfig) -> str:
+    """The version of a file as it is now, of the kind of another one; an endpoint is waited for."""
+    if not is_remote(url):
+        return _version_of(system, path, url, like)
+    shown, _ = split_query(url)
+
+    def look() -> str:
+        try:
+            return _version_of(system, path, url, like)
+        except Exception as error:  # clients raise whatever they like
+            raise failure_of(shown, error, config) from None
+
+    scheme, _, rest = shown.partition("://")
+    endpoint = endpoint_of(scheme, rest.partition("/")[0], config.storage_options)
+    return RetryPolicy.of(config, endpoint).call(look)
+
+
+def _version_of(system: Any, path: str, url: str, like: str) -> str:
+    return version_of_info(system.info(path), like) if is_remote(url) else etag_of(os.stat(path))
+
+
+def failure_of(shown: str, error: BaseException, storage: StorageConfig) -> BaseException:
+    """Our error for one of a driver's, without the queries of URLs."""
+    failure = driver_error(shown, error, storage.storage_options)
+    failure.args = tuple(without_queries(str(words)) for words in failure.args)
+    return failure
 
 
 class CountedFile:
@@ -158,11 +215,14 @@ class StoreFiles(AbstractFileSystem):  # type: ignore[misc]
         return [row["name"] for row in rows]
 
     def open_version(self, path: str, etag: str) -> io.BufferedReader:
-        """A file to read, of the version that has this ETag ("": of the one that is there now).
+        """A file to read, of this version ("": of the one that is there now).
 
         Raises ObjectChangedError, StorageError.
         """
-        return open_object(self._store, self._key(path), etag)
+        info = self._store.info(self._key(path))
+        actual = f"{SIZED}{info.size}" if etag.startswith(SIZED) else info.etag
+        check_version(self._store.url(info.key), etag, actual)
+        return open_object(self._store, info)
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
         if mode != "rb":

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streammega.storage.etags import check_version
 from streammega.storage.store import Buffer, ObjectInfo, Store
 from streammega.storage.thread_pool import Batch, Pool
 
@@ -190,12 +189,6 @@ class ObjectReader(io.RawIOBase):
         return self._store.url(self._info.key)
 
 
-def open_object(store: Store, key: str, etag: str = "") -> io.BufferedReader:
-    """An object as a file, for a `with` block.
-
-    etag: the version to read; empty: the one that is there now. Raises ObjectChangedError if that
-    version is gone, and other errors as `Store.info`.
-    """
-    info = store.info(key)
-    check_version(store.url(key), etag, info.etag)
+def open_object(store: Store, info: ObjectInfo) -> io.BufferedReader:
+    """An object as a file, for a `with` block: the version that was looked up."""
     return io.BufferedReader(ObjectReader(store, info), BUFFER_BYTES)

@@ -185,6 +185,7 @@ class HttpObjects:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     status: int | None = None
     etags: dict[str, str] = field(default_factory=dict)
+    modified: dict[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(method, header) of headers that answers do not have, such as ("GET", "ETag")."""
@@ -306,7 +307,7 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
                 "ETag": etag if etag.startswith("W/") else f'"{etag}"',
                 "Accept-Ranges": "bytes",
             }
-            headers["Last-Modified"] = "Sat, 21 Nov 2026 00:00:00 GMT"
+            headers["Last-Modified"] = state.modified.get(path, "Sat, 21 Nov 2026 00:00:00 GMT")
             if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
                 start = int(span[1])
                 if state.answer_range:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
-from streammega.convert.options import ConvertOptions
+from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.formats import FORMAT_READ_AS, format_of
 from streammega.convert.read.selection import (
     OwnOutput,
@@ -34,7 +34,6 @@ from streammega.convert.read.walk import (
     Place,
     Row,
     Table,
-    failure_of,
     open_place,
     split_pattern,
     table_above,
@@ -51,6 +50,8 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact_urls, split_query
+from streammega.storage.etags import SIZED
+from streammega.storage.file_system import failure_of
 from streammega.storage.open import is_in_a_bucket, is_remote
 
 log = logging.getLogger(__name__)
@@ -329,7 +330,7 @@ class _Files:
                 f"{row.path}: is a chunk of litdata by its name, not raw ids; name its folder, whose "
                 f"index.json says how it is read (without one litdata did not finish it)"
             )
-        row = self._with_size(row)
+        row = self._looked_up(row)
         return Input(
             path=(row.path if path is None else path) + self._place.chain,
             format=file_format,
@@ -340,10 +341,12 @@ class _Files:
             split=self._splits.get(row.path.rpartition("/")[0], ""),
         )
 
-    def _with_size(self, row: Row) -> Row:
-        if row.size < 0:  # its listing did not say
+    def _looked_up(self, row: Row) -> Row:
+        """The row with its size and version, which some listings do not say."""
+        if row.size < 0 or not row.etag:
             row = self._place.file(row.path) or row
-        return row._replace(size=max(0, row.size))
+        size = max(0, row.size)
+        return row._replace(size=size, etag=row.etag or f"{SIZED}{size}")
 
     def _folders_of_loaders(self) -> list[Input]:
         """Folders of MDS and litdata. An index that names shards of folders below counts alone: their
@@ -360,7 +363,16 @@ class _Files:
                 continue
             item = self._input(self._rows[index_path], index.format, folder or ".")
             shards = [_below(folder, name) for name in index.shards]
-            folders.append(replace(item, parts=(index_path, *shards)))
+            parts = (index_path, *shards)
+            rows = map(self._row_of, parts)
+            names = ("index.json", *index.shards)
+            versions = {
+                name: self._looked_up(row).etag
+                for name, row in zip(names, rows, strict=True)
+                if row
+            }
+            etag = digest_of_json(versions)
+            folders.append(replace(item, parts=parts, versions=versions, etag=etag))
             named = {index_path, *shards, *(_below(folder, name) for name in index.other_forms)}
             for held in sorted(folders_between(folder, shards)):
                 paths = [path for path in paths_of_folder.get(held, ()) if path in self._rows]
@@ -472,7 +484,7 @@ class _Files:
         files = [index_path, *(prefix + suffix for suffix in SUFFIXES.values())]
         parts = [file for file in files if self._rows.pop(file, None) is not None and file != path]
         # what is read are the tokens, and a change of either file makes another dataset
-        index, tokens = self._with_size(index), self._with_size(tokens)
+        index, tokens = self._looked_up(index), self._looked_up(tokens)
         return replace(
             self._input(tokens, "megatron", path),
             etag=f"{index.etag}+{tokens.etag}",

@@ -233,7 +233,9 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
             f"{source.path}: its index names {name!r}, which is outside of the folder; who made it?"
         )
     path = f"{source.path}/{name}"
-    with open_file(path, source.storage, note=source.skipped.note_read) as file:
+    # A file that was not there when the folder was searched has no version.
+    etag = source.piece.input.versions.get(name, "")
+    with open_file(path, source.storage, etag=etag, note=source.skipped.note_read) as file:
         return path, bytes(file.read())
 
 

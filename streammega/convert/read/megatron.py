@@ -29,11 +29,11 @@ window is twice as large: short documents then cost few steps.
 
 
 def read_pair(source: Source) -> Iterator[Tokens]:
-    """Documents [start, stop). Raises ObjectChangedError if the tokens were replaced meanwhile."""
+    """Documents [start, stop). Raises ObjectChangedError if a file of the pair changed meanwhile."""
     piece = source.piece
     name = dataset_name(piece.input.path)
     indexed = IndexedDataset(name, source.storage)
-    check_version(name, piece.version, indexed.bin_info.etag)
+    check_version(name, piece.version, indexed.version)
     shards = open_documents(name, source.storage) if source.options.provenance else None
     documents = indexed.document_indices
     stop = len(documents) - 1 if piece.stop < 0 else piece.stop
@@ -54,6 +54,15 @@ def read_pair(source: Source) -> Iterator[Tokens]:
             source_bytes=tokens.nbytes,
             origins=None if shards is None else _origins(shards, first_document, end_document),
         )
+    check_local_version(name, piece.version, source.storage)
+
+
+def check_local_version(name: str, version: str, storage: StorageConfig) -> None:
+    """Raise ObjectChangedError if a local pair was written over while it was read. Each read of a
+    remote one was compared.
+    """
+    if not is_remote(name):
+        check_version(name, version, IndexedDataset(name, storage).version)
 
 
 def cut_documents(
@@ -62,7 +71,7 @@ def cut_documents(
     """Slices of documents that are stored end to end."""
     indexed = IndexedDataset(dataset_name(item.path), storage)
     documents = len(indexed.document_indices) - 1
-    version = indexed.bin_info.etag
+    version = indexed.version
     for first, stop in document_runs(indexed, 0, documents, max_bytes):
         stored = item.size * (stop - first) // documents
         yield Slice(input=item, start=first, stop=stop, version=version, stored_bytes=stored)

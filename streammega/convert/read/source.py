@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,11 +29,12 @@ MAX_KINDS = 100
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """One input file (of mds and litdata, one folder). format: its name in `formats.py`. size: in
-    bytes. etag: changes when it does.
+    bytes. etag: its version, which changes when a file of it does.
 
     path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
-    identity: the same for all names of what it holds. parts: files that belong to it. is_dataset:
-    whether a manifest lists it. split: the one that a list of its writer says; "": there is none.
+    identity: the same for all names of what it holds. parts: files that belong to it. versions:
+    of the files of a folder, by their names. is_dataset: whether a manifest lists it. split: the
+    one that a list of its writer says; "": there is none.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Input:
     query: str = field(default="", repr=False)
     identity: Any = field(default=None, repr=False)
     parts: tuple[str, ...] = field(default=(), repr=False)
+    versions: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     is_dataset: bool = False
     split: str = ""
 
@@ -55,7 +57,7 @@ class Input:
 @dataclass(frozen=True, kw_only=True)
 class Slice:
     """A part of an input: bytes of lines, row groups of a Parquet file, documents of a pair. stop
-    -1: all of it. version: of a pair, the ETag of its tokens when it was divided.
+    -1: all of it. version: of a pair, that of its files when it was divided.
     """
 
     input: Input

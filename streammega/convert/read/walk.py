@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 from streammega.config import StorageConfig
 from streammega.convert.read.source import GLOB_CHARS
 from streammega.errors import AccessDeniedError, EndpointError
-from streammega.errors.redaction import split_query, without_queries
-from streammega.storage.backends.fsspec import driver_error
-from streammega.storage.file_system import StoreFiles, file_system
+from streammega.errors.redaction import split_query
+from streammega.storage.backends.local import etag_of
+from streammega.storage.etags import version_of_info
+from streammega.storage.file_system import StoreFiles, failure_of, file_system
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
@@ -41,7 +42,8 @@ TABLE_LOGS = {
 class Row(NamedTuple):
     """One name that was found. kind: FILE, FOLDER, or the reason why it is not read.
 
-    size: bytes, or -1 where a listing does not say it. identity: the same for all names of one
+    size: bytes, or -1 where a listing does not say it. etag: its version, as `open_file` takes it.
+    identity: the same for all names of one
     file. fault: the message, if this is an error.
     """
 
@@ -122,8 +124,7 @@ def _row_of(path: str, info: os.stat_result, is_link: bool = False) -> Row:
         kind = FILE
     elif stat.S_ISDIR(info.st_mode):
         kind = FOLDER
-    etag = f"{info.st_size:x}-{info.st_mtime_ns:x}"
-    return Row(path, kind, info.st_size, etag, (info.st_dev, info.st_ino), is_link)
+    return Row(path, kind, info.st_size, etag_of(info), (info.st_dev, info.st_ino), is_link)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,18 +215,10 @@ class Remote:
         if path.endswith("/"):
             return Row(path, MARKERS)
         size = info.get("size")
-        etag = info.get("ETag") or info.get("etag") or ""
-        if not isinstance(self.system, StoreFiles):  # which compares ETags when it opens a file
-            etag = etag or info.get("LastModified") or size or ""
         size = -1 if size is None else int(size)
-        return Row(path, FILE, size, str(etag), f"{path}{self.query}")
-
-
-def failure_of(shown: str, error: BaseException, storage: StorageConfig) -> BaseException:
-    """Our error for one of a driver's, without the queries of URLs."""
-    failure = driver_error(shown, error, storage.storage_options)
-    failure.args = tuple(without_queries(str(words)) for words in failure.args)
-    return failure
+        is_store = isinstance(self.system, StoreFiles)
+        etag = info["ETag"] if is_store else version_of_info(info)
+        return Row(path, FILE, size, etag, f"{path}{self.query}")
 
 
 Place: TypeAlias = "Disk | Remote"

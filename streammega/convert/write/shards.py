@@ -138,9 +138,8 @@ def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[
         name = dataset_name(item.path)
         indexed = IndexedDataset(name, storage)
         documents = len(indexed.document_indices) - 1
-        version = indexed.bin_info.etag
         segments.append(
-            ConvertSegment(name=name, documents=documents, is_input=True, version=version)
+            ConvertSegment(name=name, documents=documents, is_input=True, version=indexed.version)
         )
     return segments
 
