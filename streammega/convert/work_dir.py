@@ -114,14 +114,14 @@ class WorkDir:
         self.write(name, json.dumps(record, indent=1).encode())
 
     def replace_record(self, name: str, record: dict[str, Any]) -> None:
-        """Write the record of a unit or shard. Files of the former one of that name are removed.
-
-        Both name their files under "files".
+        """Write the record of a unit or shard. The files that a former one of another digest speaks
+        of are removed.
         """
-        former_files = (self.read_record(name) or {}).get("files", ())
+        former_record = self.read_record(name) or {}
         self.write_record(name, record)
-        for file in former_files:
-            if file not in record["files"]:
+        # Those of the same digest may be another machine's, and in use.
+        if former_record.get("digest") != record["digest"]:
+            for file in former_record.get("files", ()):
                 delete(self.file(file), self.storage)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
