@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,14 @@ import pytest
 from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
-from streammega import IndexedDataset, StorageConfig
+from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import Task, convert, convert_task, merge_tasks
 from streammega.dataset.verify import verify
-from streammega.errors import ConvertError, ObjectChangedError, ObjectNotFoundError, StreammegaError
+from streammega.errors import ConvertError, ObjectChangedError, ObjectNotFoundError
+from streammega.storage import open_store
+from streammega.storage.object_ops import read_if_exists
+from tests.convert.test_changed_inputs import Replaces
 from tests.convert.test_publishing import Killed, killed_before
 from tests.support.builders import stored_ids, write_jsonl, write_tokenizer
 from tests.support.crash_kills import Child
@@ -40,21 +42,25 @@ from tests.support.servers import S3
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+PARTS = 3
+SEQUENCES = 600
+KILLED_SEQUENCES = 200
+"""Of each part: an hour for all."""
+MEMORY = "/dev/shm"
+"""A file system in memory, where syncs cost nothing."""
 MARK = "-gen[0-9a-f]{12}"
 NAMES = ("one", "two")
 """Folders of outputs, which all have the same name."""
 WORDS = ("text", "of", "the", "corpus", *map(str, range(10)))
-BYTES: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 250}
+BYTES: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 200}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": BYTES,
     "cut": {**BYTES, "max_tokens": 9},
     "shuffled": {**BYTES, "shuffle_seed": 3, "dedup": True, "provenance": True},
     "whole": {**BYTES, "shard_bytes": None, "format": "zst"},
-    "words": {"tokenizer": "", "shard_bytes": 50},
+    "words": {"tokenizer": "", "shard_bytes": 60},
 }
 ENDS = ("<one>", "<two>")
-STEPS = 70
-"""More changes of what is stored than a conversion makes."""
 STALE = re.compile(r"exists already, of a dataset without|exists already; choose another output")
 """Where shards without a manifest may be anybody's: the user has to remove them."""
 OTHERS = re.compile(r"another conversion, of other inputs or options|reserved it meanwhile")
@@ -62,8 +68,9 @@ OTHERS = re.compile(r"another conversion, of other inputs or options|reserved it
 
 @dataclass(frozen=True)
 class Convert:
-    """A conversion; it is killed before that change, or at that part of its time. tasks: how many
-    share it out before a merge.
+    """A conversion. kill: the part of it, in percent, after which it is killed; what replaces a
+    dataset does more than 100. tasks: how many share it out before a merge. changes: an input that
+    is replaced meanwhile.
     """
 
     output: str
@@ -74,6 +81,7 @@ class Convert:
     kill: int | None = None
     tasks: int = 0
     is_relative: bool = False
+    changes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,30 +115,46 @@ class EndWith:
 
 
 Command = Convert | Gc | Remove | Replace | EndWith
-CONVERSIONS = st.builds(
-    Convert,
-    output=st.sampled_from(NAMES),
-    options=st.sampled_from(list(OPTIONS)),
-    inputs=st.sampled_from([("a",), ("a", "b")]),
-    overwrite=st.sampled_from([True, True, False]),
-    resume=st.sampled_from([True, True, True, False]),
-    kill=st.none() | st.integers(0, STEPS) | st.integers(0, STEPS),
-    tasks=st.sampled_from([0, 0, 0, 2]),
-    is_relative=st.booleans(),
-)
-COMMANDS = st.lists(
-    CONVERSIONS
-    | CONVERSIONS
-    | CONVERSIONS
-    | st.builds(Gc, output=st.sampled_from(NAMES))
-    | st.builds(
-        Remove, where=st.sampled_from([*NAMES, "work", "work"]), number=st.integers(0, 30)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[Command]:
+    """Some commands, of a few options, inputs and outputs: so that they meet what others left."""
+
+    def few(values: Sequence[Any]) -> st.SearchStrategy[Any]:
+        chosen = draw(st.lists(st.sampled_from(values), min_size=1, max_size=2, unique=True))
+        return st.sampled_from(chosen)
+
+    outputs = few(NAMES)
+    inputs = {name: few([("a",), ("b",), ("a", "b")]) for name in NAMES}
+    options = few(list(OPTIONS))
+    overwrite = few([True, False])
+    is_relative = few([True, False])
+
+    def conversions_to(output: str) -> st.SearchStrategy[Command]:
+        return st.builds(
+            Convert,
+            output=st.just(output),
+            options=options,
+            inputs=inputs[output],
+            overwrite=overwrite,
+            resume=st.sampled_from([True] * 7 + [False]),
+            kill=st.integers(0, 130) | st.integers(20, 110) | st.none(),
+            tasks=st.sampled_from([0] * 7 + [2]),
+            is_relative=is_relative,
+            changes=st.sampled_from([None] * 9 + ["a"]),
+        )
+
+    conversions = outputs.flatmap(conversions_to)
+    others = (
+        st.builds(Gc, output=outputs)
+        | st.builds(Remove, where=outputs, number=st.integers(0, 20))
+        | st.builds(Remove, where=st.just("work"), number=st.integers(0, 20))
+        | st.builds(Replace, name=st.sampled_from("ab"), in_place=st.booleans())
+        | st.builds(EndWith, token=st.sampled_from(ENDS))
     )
-    | st.builds(Replace, name=st.sampled_from("ab"), in_place=st.booleans())
-    | st.builds(EndWith, token=st.sampled_from(ENDS)),
-    min_size=2,
-    max_size=9,
-)
+    commands = conversions | conversions | conversions | others
+    return draw(st.lists(commands, min_size=3, max_size=9))
 
 
 @dataclass
@@ -183,8 +207,7 @@ class World:
         if isinstance(command, Convert):
             self.convert(command)
         elif isinstance(command, Gc):
-            with suppress(ObjectNotFoundError):  # nothing is there
-                self.main("gc", self.name(command.output), "--remove")
+            self.main("gc", self.name(command.output), "--remove")
         elif isinstance(command, Remove):
             self.remove(command)
         elif isinstance(command, Replace):
@@ -206,33 +229,30 @@ class World:
     def replace(self, command: Replace) -> None:
         """Texts of another number and length; some are there twice."""
         version = next(self._versions)
-        texts = [f"text {n % 8} of the {command.name} {version % 10}" for n in range(10 + version)]
+        number = 9 + version % 4
+        texts = [f"text {n % 8} of the {command.name} {version % 10}" for n in range(number)]
         path = self.folder / f"{command.name}.jsonl"
         target = path if command.in_place else path.with_suffix(".new")
         write_jsonl(target, texts)
         os.utime(target, (0, next(self._times)))
-        os.replace(target, path)
+        if not command.in_place:
+            os.replace(target, path)
         self.texts[command.name] = texts
 
     def files(self, where: str) -> list[tuple[Any, str]]:
-        """(file system, path) of all files of an output, or of work folders."""
+        """(store, key) of all files of an output, or of work folders."""
         folder = f"{self.root}/{where}"
         if where == "work":
             folder = self.work or str(self.folder / "cache" / "streammega" / "convert")
-        system, path = fsspec.core.url_to_fs(folder, **self.driver_options)
-        system.invalidate_cache()
-        found = system.find(path) if system.exists(path) else []
-        return [(system, name) for name in found if not name.endswith((".partial", "/lock"))]
-
-    @property
-    def driver_options(self) -> dict[str, Any]:
-        return dict(self.storage.storage_options) if self.root.startswith("s3://") else {}
+        store, key = open_store(f"{folder}/", self.storage)
+        keys = [info.key for info in store.list(f"{key.rstrip('/')}/")]
+        return [(store, key) for key in keys if not key.endswith((".partial", "/lock"))]
 
     def remove(self, command: Remove) -> None:
-        for system, path in self.files(command.where)[command.number :][:1]:
-            system.rm_file(path)
+        for store, key in self.files(command.where)[command.number :][:1]:
+            store.delete(key)
             # the work folder of a local output is beside it
-            if command.where != "work" and ".web.convert" not in path:
+            if command.where != "work" and ".web.convert" not in key:
                 self.spoiled.add(command.where)
 
     def arguments(self, command: Convert) -> tuple[list[str], str, dict[str, Any]]:
@@ -255,21 +275,22 @@ class World:
         inputs, output, options = self.arguments(command)
         cwd = str(self.folder / command.output)
         work = (inputs, output, options, command.tasks)
-        if self.uses_processes:
-            error = self.in_process(command, cwd, work)
-        else:
-            error = self.here(command, cwd, work)
         expected = self.reference(command)
+        run = self.in_process if self.uses_processes else self.here
+        error = run(command, cwd, work)
         if error is None:
+            if self.read(command.output) != expected and command.changes:
+                expected = self.reference(command)  # it was replaced before it was read
             assert self.read(command.output) == expected, command
             assert verify(self.name(command.output), self.storage).problems == []
             self.successes += 1
             self.spoiled.discard(command.output)
             self.datasets[command.output] = expected
         elif error == "killed":
-            if self.read(command.output) == expected:  # after its commit
-                self.datasets[command.output] = expected
-                self.spoiled.discard(command.output)
+            for made in (expected, self.reference(command)):
+                if self.read(command.output) == made:  # after its commit
+                    self.datasets[command.output] = made
+                    self.spoiled.discard(command.output)
         else:
             self.check_error(command, error)
 
@@ -277,12 +298,21 @@ class World:
         """Whether it is one that must be expected."""
         is_other = bool(OTHERS.search(error)) and self.is_remote
         may_exist = not command.overwrite or "without" in error
-        assert is_other or (may_exist and STALE.search(error)), (command, error)
+        has_changed = command.changes is not None and "was replaced while" in error
+        is_stale = may_exist and bool(STALE.search(error))
+        # Tasks have read the input that their merge finds replaced.
+        is_of_tasks = command.changes is not None and "units are not done" in error
+        assert is_other or is_stale or has_changed or is_of_tasks, (command, error)
 
     def here(self, command: Convert, cwd: str, work: tuple[Any, ...]) -> str | None:
         """Run it in this process: None, "killed", or an error."""
         self.patch.chdir(cwd)
-        step = 10_000 if command.kill is None else command.kill
+        step = 10_000
+        if command.kill is not None:
+            step = command.kill * self.changes(command) // 100
+        if command.changes is not None:
+            change = Replace(command.changes, in_place=True)
+            work[2]["progress"] = Replaces(lambda: self.replace(change))
         try:
             with killed_before(step, self.patch):
                 return convert_all(*work)
@@ -295,7 +325,7 @@ class World:
         began = time.monotonic()
         child = Child(convert_in_process, cache, cwd, work, method="forkserver")
         if command.kill is not None:
-            child.has_ended(began + command.kill / STEPS * self.seconds)
+            child.has_ended(began + command.kill / 100 * self.seconds)
             child.kill()
         (result,) = child.join() or ("killed",)
         if command.kill is None:
@@ -309,43 +339,54 @@ class World:
             ids = stored_ids(name, self.storage)
         except ObjectNotFoundError:
             return None
-        indexed = IndexedDataset(name, self.storage)
-        data = indexed.store  # keeps what is read open
-        assert data is not None
-        system, path = fsspec.core.url_to_fs(name, **self.driver_options)
-        return ids, re.sub(MARK, "", system.cat_file(path).decode())
+        manifest = read_if_exists(name, self.storage) or b""
+        return ids, re.sub(MARK, "", manifest.decode())
 
     def reference(self, command: Convert) -> Any:
-        """What a conversion makes that nothing disturbs. Its documents are those of the model."""
+        """What `read` gives of a conversion that nothing disturbs: its documents are the model's."""
+        return self.undisturbed(command)[0]
+
+    def changes(self, command: Convert) -> int:
+        """How many changes of what is stored it makes."""
+        return int(self.undisturbed(command)[1])
+
+    def undisturbed(self, command: Convert) -> tuple[Any, int]:
         texts = [text for name in command.inputs for text in self.texts[name]]
         key = (command.options, command.inputs, tuple(texts), self.end)
         if key not in self._references:
             inputs, _, options = self.arguments(command)
-            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            options |= {"work_dir": None, "storage": None, "overwrite": False}
+            with (
+                tempfile.TemporaryDirectory(dir=self.folder) as folder,
+                killed_before(10_000, self.patch) as changes,
+            ):
                 output = f"{folder}/web"
-                convert(
-                    inputs,
-                    output,
-                    **options | {"work_dir": None, "storage": None, "overwrite": False},
-                )
+                convert(inputs, output, **options)
                 ids = stored_ids(f"{output}.manifest.json")
                 manifest = Path(f"{output}.manifest.json").read_text()
-            self._references[key] = ids, manifest
+            self._references[key] = (ids, manifest), changes[0]
             expected = documents(command.options, texts, self.end)
             is_shuffled = command.options == "shuffled"
             assert (sorted(ids) == sorted(expected)) if is_shuffled else (ids == expected)
-        return self._references[key]
+        made: tuple[Any, int] = self._references[key]
+        return made
 
-    def finish(self) -> None:
-        """Each output can be made in the end: what is in the way is removed by hand, as errors say."""
-        for output in NAMES:
-            command = Convert(output, "plain", ("a", "b"))
+    def finish(self, commands: Sequence[Command]) -> None:
+        """The first conversion to each output can be made in the end: what is in its way is removed by
+        hand, as errors say.
+        """
+        first = {
+            command.output: replace(command, overwrite=True, resume=True, kill=None, changes=None)
+            for command in reversed(commands)
+            if isinstance(command, Convert)
+        }
+        for output, command in first.items():
             successes = self.successes
             self.run(command)
             if self.successes == successes:
-                for system, path in self.files(output):
-                    if ".web.convert" not in path:
-                        system.rm_file(path)
+                for store, key in self.files(output):
+                    if ".web.convert" not in key:
+                        store.delete(key)
                 self.datasets[output] = None
                 self.run(command)
             assert self.successes == successes + 1
@@ -362,9 +403,7 @@ def documents(options: str, texts: Sequence[str], end: str) -> list[list[int]]:
     return [[*text.encode()[:kept], 256] for text in texts]
 
 
-def convert_all(
-    inputs: list[str], output: str, options: dict[str, Any], tasks: int
-) -> str | None:
+def convert_all(inputs: list[str], output: str, options: dict[str, Any], tasks: int) -> str | None:
     """Convert, by tasks and their merge if there are some; None, or the message of an error."""
     try:
         for number in range(tasks):
@@ -394,7 +433,7 @@ def small_units() -> Iterator[None]:
 @contextmanager
 def world(where: str, server: S3 | None = None) -> Iterator[World]:
     """Inputs and empty outputs at a place."""
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir=MEMORY if os.path.isdir(MEMORY) else None))
     number = folder.name
     storage = StorageConfig()
     with pytest.MonkeyPatch.context() as patch, small_units():
@@ -427,7 +466,7 @@ def run_sequence(made: World, commands: Sequence[Command]) -> None:
     for command in commands:
         note(str(command))
         made.run(command)
-    made.finish()
+    made.finish(commands)
 
 
 PLACES = ("local", "local, one work folder", "remote", "remote, one work folder")
@@ -435,10 +474,44 @@ PLACES = ("local", "local, one work folder", "remote", "remote, one work folder"
 
 @pytest.mark.guarantee("restart-believes")
 @pytest.mark.parametrize("where", PLACES)
-@settings(max_examples=int(os.environ.get("EX", 6)))
-@given(commands=COMMANDS)
+@settings(max_examples=8)
+@given(commands=sequences())
 def test_sequences_of_commands_leave_the_documents_of_the_model(
     where: str, commands: list[Command]
 ) -> None:
     with world(where) as made:
         run_sequence(made, commands)
+
+
+@pytest.mark.guarantee("restart-believes")
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("where", PLACES)
+def test_thousands_of_sequences_leave_the_documents_of_the_model(where: str, part: int) -> None:
+    @seed(part)
+    @settings(max_examples=SEQUENCES, derandomize=False, database=None)
+    @given(commands=sequences())
+    def run(commands: list[Command]) -> None:
+        with world(where) as made:
+            run_sequence(made, commands)
+
+    run()
+
+
+@pytest.mark.guarantee("restart-believes")
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["local", "local, one work folder", "bucket"])
+def test_sequences_of_processes_that_are_killed_leave_the_documents_of_the_model(
+    where: str, moto: S3
+) -> None:
+    """By SIGKILL, at any moment."""
+
+    @seed(1)
+    @settings(max_examples=KILLED_SEQUENCES, derandomize=False, database=None)
+    @given(commands=sequences())
+    def run(commands: list[Command]) -> None:
+        with world(where, moto) as made:
+            made.uses_processes = True
+            run_sequence(made, commands)
+
+    run()

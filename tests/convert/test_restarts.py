@@ -52,6 +52,7 @@ def roots(tmp_path: Path, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield root, {"work_dir": f"{root}-work"} if where == "remote work" else {}
 
 
+@pytest.mark.guarantee("restart-believes")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     "stride", [12, pytest.param(4, marks=pytest.mark.soak)], ids=["some", "many"]
@@ -89,6 +90,7 @@ def test_a_killed_conversion_of_other_options_leaves_nothing_in_the_dataset(
     assert first > 15
 
 
+@pytest.mark.guarantee("restart-believes")
 def test_outputs_of_one_name_in_two_folders_share_no_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
 ) -> None:
@@ -112,6 +114,7 @@ def test_outputs_of_one_name_in_two_folders_share_no_work(
             break
 
 
+@pytest.mark.guarantee("restart-believes")
 def test_what_other_options_made_is_removed_as_it_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
 ) -> None:
@@ -168,6 +171,7 @@ def remove_one(output: str, work: str, turn: int) -> list[str]:
 REMOVALS = (remove_by_gc, remove_half, remove_one)
 
 
+@pytest.mark.guarantee("restart-believes")
 @pytest.mark.parametrize(
     ("where", "has_former", "remove", "stride"),
     [
@@ -241,6 +245,7 @@ def last_ids(prefix: Path) -> set[int]:
     return {ids[-1] for ids in stored_ids(f"{prefix}.manifest.json")}
 
 
+@pytest.mark.guarantee("restart-believes")
 def test_documents_end_alike_though_the_settings_of_the_tokenizer_change_between_two_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path
 ) -> None:
@@ -268,6 +273,7 @@ def test_documents_end_alike_though_the_settings_of_the_tokenizer_change_between
     assert step > 10
 
 
+@pytest.mark.guarantee("restart-believes")
 def test_tasks_whose_tokenizers_name_other_ends_are_not_merged(
     tmp_path: Path, corpus: str, tokenizer: Path
 ) -> None:
@@ -282,6 +288,7 @@ def test_tasks_whose_tokenizers_name_other_ends_are_not_merged(
             merge_tasks([corpus], output, **options)
 
 
+@pytest.mark.guarantee("restart-believes")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_workers_end_documents_as_the_conversion_does_whatever_their_tokenizer_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path
