@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streammega.config import DataConfig as DataConfig
     from streammega.config import FieldsConfig as FieldsConfig
-    from streammega.config import FollowConfig as FollowConfig
     from streammega.config import PhaseConfig as PhaseConfig
     from streammega.config import StorageConfig as StorageConfig
     from streammega.dataset import IndexedDataset as IndexedDataset
@@ -52,7 +51,6 @@ __version__ = "0.2.0"
 _HOMES = {
     "DataConfig": "streammega.config",
     "FieldsConfig": "streammega.config",
-    "FollowConfig": "streammega.config",
     "PhaseConfig": "streammega.config",
     "StorageConfig": "streammega.config",
     "StreammegaError": "streammega.errors",

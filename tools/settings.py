@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 from streammega.config import (  # noqa: E402  # the package beside this file
     DataConfig,
     FieldsConfig,
-    FollowConfig,
     PhaseConfig,
     StorageConfig,
 )
@@ -41,7 +40,6 @@ SECTIONS: dict[type, str] = {
     FieldsConfig: "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
     DataConfig: "`[data]`, what is read and in which order: `DataConfig`",
     PhaseConfig: "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
-    FollowConfig: "`[data.follow]`, taking in what is appended: `FollowConfig`",
     StorageConfig: "`[data.storage]`, how bytes are fetched: `StorageConfig`",
     ModelConfig: "`[model]`: `ModelConfig`",
     ParallelConfig: "`[parallel]`: `ParallelConfig`",

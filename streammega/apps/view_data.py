@@ -302,9 +302,8 @@ class Run:
 
         run = load_run(path, overrides)
         train = run.train
-        # with the versions that were appended until now; it appends none
-        self.provenance = Provenance(_data_of(run), "train", train.global_batch_size)
-        self.config = replace(run, data=self.provenance.config)
+        self.config = replace(run, data=_data_of(run))
+        self.provenance = Provenance(self.config.data, "train", train.global_batch_size)
         self.schedule = self.config.schedule
         self.last_step = train.train_iters
         self._tokenizer = tokenizer

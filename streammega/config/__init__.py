@@ -3,7 +3,7 @@
 from streammega.config.blends import MAX_DATASETS, Blend, parse_blend
 from streammega.config.data import FIELD_NAMES, MAX_SAMPLES, DataConfig, FieldsConfig
 from streammega.config.orders import ORDERS, Order
-from streammega.config.phases import ExcludedList, ExcludedNames, FollowConfig, PhaseConfig, Segment
+from streammega.config.phases import ExcludedList, ExcludedNames, PhaseConfig, Segment
 from streammega.config.storage import MiB, StorageConfig, Transport, load_storage
 from streammega.config.validate import local_folder
 
@@ -15,7 +15,6 @@ __all__ = [
     "Blend",
     "DataConfig",
     "FieldsConfig",
-    "FollowConfig",
     "MiB",
     "Order",
     "PhaseConfig",

@@ -13,10 +13,8 @@ from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
     ExcludedList,
     ExcludedNames,
-    FollowConfig,
     PhaseConfig,
     Segment,
-    check_follow,
     check_phases,
     check_ranges,
     excluded_lists,
@@ -220,8 +218,6 @@ class DataConfig(FieldsConfig):
     be appended. In the Megatron order each is a run of its own, as with Megatron's phase transitions:
     docs/phases.md.
     """
-    follow: FollowConfig | None = None
-    """Stream order: take in what is appended to the datasets while the run trains."""
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 1234
@@ -345,15 +341,14 @@ class DataConfig(FieldsConfig):
 
     @property
     def has_plain_fields(self) -> bool:
-        """Whether by these settings every label has a loss and positions only count up. What is padding,
-        or appended in mid-run, is not known ahead: with pad_id and follow it is False.
+        """Whether by these settings every label has a loss and positions only count up. What is padding
+        is not known ahead: with pad_id it is False.
         """
         may_mask = (
             self.eod_mask_loss
             or self.effective_pad_id >= 0
             or self.sample_joins != "keep"
             or not self.add_extra_token
-            or self.follow is not None
             or bool(self.exclusions_of("train"))
         )
         return not may_mask and not self._restarts_positions()
@@ -371,10 +366,6 @@ class DataConfig(FieldsConfig):
         bounds.
         """
         return self.reset_attention_mask or self.inter_document_masking
-
-    def follows(self, split: str) -> bool:
-        """Whether a split takes in what is appended: training alone does."""
-        return self.follow is not None and split == "train"
 
     def segments(self, split: str) -> list[Segment]:
         """What holds in a split from which sample on. Training alone has more than one, so that
@@ -437,8 +428,6 @@ class DataConfig(FieldsConfig):
             check_schedule(self.blend_schedule, self.blend, self.order)
         if self.phases:
             check_phases(self.phases, self.order, self.blend_schedule)
-        if self.follow is not None:
-            check_follow(self.order, self.blend_schedule is not None)
 
     def _check_joins(self) -> None:
         if self.sample_joins != "keep" and ORDERS[self.order].datasets_at_phase != "continue":

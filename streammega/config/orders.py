@@ -25,7 +25,7 @@ class OrderFeatures(NamedTuple):
     """Whether shuffle_lanes of the config, or of a state, are part of the order."""
     datasets_at_phase: Literal["continue", "restart"] | None
     """What a phase does with the datasets of the one before. `continue`: they go on where they were,
-    so blend_schedule, follow and sample_joins work too. `restart`: each phase is a run of its own, as
+    so blend_schedule and sample_joins work too. `restart`: each phase is a run of its own, as
     with Megatron's phase transitions. None: phases are refused.
     """
     has_contiguous_ranks: bool

@@ -1,4 +1,4 @@
-"""Changes in the middle of a run: phases, appended data, and samples and documents to exclude."""
+"""Changes in the middle of a run: phases, and samples and documents to exclude."""
 
 from __future__ import annotations
 
@@ -255,48 +255,3 @@ def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
                 "phases have one batch size and begin their datasets again, as with "
                 '--phase-transition-iterations: leave it out, or set order="stream"'
             )
-
-
-@refuse_unknown
-@dataclass(frozen=True, kw_only=True)
-class FollowConfig:
-    """Take in by itself what is appended to datasets that the blend names by a version (`web@7`)."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "every_samples": "check_every_samples",
-        "record": "log_url",
-    }
-    """Settings of earlier versions, and their names now."""
-
-    check_every_samples: Annotated[int, Ge(1)]
-    """Newer versions are looked for at each multiple of so many samples of training, or where the
-    step ends that holds it. What they have more joins there, in a phase.
-    """
-    log_url: str | None = None
-    """A folder, path or URL, of small files that say what joined at which sample. Every rank,
-    worker and resume of the run goes by them: all must see it, and it must keep conditional writes.
-    None: `follow` in train.out_dir, in runs of streammega.train.
-    """
-
-    def __repr__(self) -> str:
-        return redacted_repr(self)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "follow.")
-        if self.log_url is not None:
-            object.__setattr__(self, "log_url", os.fspath(self.log_url).rstrip("/"))
-            if not self.log_url:
-                raise ConfigError(
-                    "follow.log_url is empty; name a folder of the run's own, path or URL"
-                )
-
-
-def check_follow(order: Order, has_schedule: bool) -> None:
-    """Raise ConfigError for settings with which `follow` cannot be used."""
-    if ORDERS[order].datasets_at_phase != "continue":
-        raise ConfigError('follow belongs to the stream order: set order="stream"')
-    if has_schedule:
-        raise ConfigError(
-            "follow adds phases, which take over the weights before them, and blend_schedule is of "
-            "the config alone; give its weights to phases"
-        )

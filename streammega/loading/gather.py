@@ -75,7 +75,7 @@ class Gatherer:
         self._has_learned = masks_by_files(steps.samples)
         self._excluded = steps.samples.excluded
         files_of_dataset = [len(files) for files in steps.samples.files]
-        self._dataset_of_file = np.repeat(steps.samples.segments[0].dataset_ids, files_of_dataset)
+        self._dataset_of_file = np.repeat(np.arange(len(files_of_dataset)), files_of_dataset)
 
     def gather(self, group: GatherGroup) -> ReadyGroup:
         """Gather a group. All of its bytes must be in memory."""

@@ -26,45 +26,18 @@ def iterate_batches(
 ) -> Generator[Read, None, None]:
     """Iterate the micro-batches from sample `start` to the end of the data.
 
-    If the run takes in an appended version, batches that were read ahead belong to the old order.
-    They are dropped, and reading begins again at the same sample.
-
     Args:
         make_engine: (steps of a phase, positions, first sample) -> the engine that reads them.
         check: raises an error if the iteration must not go on; called before each batch.
         read: iterates (position, batch) of an engine. It may copy the batches to a device.
     """
-    steps.attach(start)
-    next_sample: int | None = start
-    while next_sample is not None:
-        next_sample = yield from _until_data_change(steps, next_sample, make_engine, check, read)
-
-
-def _until_data_change(
-    steps: MicroSteps,
-    first_sample: int,
-    make_engine: Callable[[MicroSteps, Iterator[int], int], Engine],
-    check: Callable[[], None],
-    read: Callable[[Engine], Iterator[tuple[int, Batch]]],
-) -> Generator[Read, None, int | None]:
-    """Iterate the micro-batches until the data ends or a version is appended.
-
-    Returns the sample at which the iteration goes on in the new order; None at the end of the data.
-    """
-    segments = steps.samples.segments
-    for steps_here, positions, start in steps.by_segment(
-        steps.positions(first_sample), first_sample
-    ):
-        engine = make_engine(steps_here, positions, start)
+    for steps_here, positions, first_sample in steps.by_segment(steps.positions(start), start):
+        engine = make_engine(steps_here, positions, first_sample)
         with closing(engine):
             for consumed, batch in read(engine):
                 check()
-                steps.advance_to(consumed)
-                if steps.samples.segments is not segments:
-                    return consumed
                 yield consumed, batch, engine
                 del batch  # the caller alone decides when its memory is free
-    return None
 
 
 class Iteration(Iterator[Batch]):

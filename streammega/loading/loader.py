@@ -257,11 +257,7 @@ class StreamLoader:
             self._stop("pass_over moved its loader elsewhere")
             self._following = self.dataset.positions()
         # A position is the number of samples before a micro-step. The first one is that at the cursor.
-        position = next(self._following)
-        # As where batches are read: appended versions are taken in first, and then this micro-step
-        # counts as handed out.
-        self.dataset.steps.advance_to(position)
-        self.dataset.advance(position)
+        self.dataset.advance(next(self._following))
 
     @property
     def ready(self) -> bool:

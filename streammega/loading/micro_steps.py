@@ -238,7 +238,6 @@ class MicroSteps:
 
     def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
         assert self._balanced is not None
-        self.advance_to(consumed)  # before the result is cached, since it depends on the data
         offset = self.schedule.offset_at(consumed)
         batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
         ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
@@ -246,7 +245,6 @@ class MicroSteps:
 
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
-        self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
         with self.naming_datasets(consumed):
             return segment.sample_fields(self.sample_ids(consumed), bounds=True)
@@ -278,7 +276,6 @@ class MicroSteps:
 
         The order alone says it: this reads no token.
         """
-        self.advance_to(consumed)
         segment = self.samples.segment_at(consumed)
         if not segment.has_remainders:
             return NO_JOINS
@@ -313,28 +310,6 @@ class MicroSteps:
             begin = max(start, here.segments[0].first_sample)
             yield replace(self, samples=here, config=here.config), positions_here, begin
 
-    def attach(self, start: int) -> None:
-        """Set that reading goes on at `start`. Versions appended before it are known from now on.
-
-        Raises StateError if a later version was appended at a sample where no step ends now.
-        """
-        self.samples.attach(start)
-        for first_sample in self.samples.appended_at:
-            if first_sample > start and self.schedule.offset_at(first_sample):
-                raise StateError(
-                    f"newer versions joined at sample {first_sample}, ahead of sample {start}, and "
-                    f"no step of these sizes ends there; resume with the former global_batch_size, "
-                    f"or remove the files of later samples from data.follow.log_url: the run then "
-                    f"looks for new versions again"
-                )
-
-    def advance_to(self, sample: int) -> bool:
-        """Take in the versions that are appended up to a sample. Call it before that is handed out.
-
-        Returns whether the segments changed. Plans made before are then of the old order.
-        """
-        return self.samples.advance_to(sample, self.schedule)
-
     def after(self, start: int, num_batches: int) -> int:
         """The position after `num_batches` micro-batches from `start` on.
 
@@ -367,7 +342,6 @@ class MicroSteps:
         Within a balanced batch they include the size of the batch: with another size, or without
         balancing, the batch would have begun with other samples. Between batches the size is free.
         """
-        self.advance_to(consumed - 1)
         identity = self.samples.identity(consumed)
         if self.config.balance_attention_cost and self.schedule.offset_at(consumed):
             identity["balanced_batch"] = self.schedule.size_at(consumed)

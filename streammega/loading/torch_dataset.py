@@ -36,7 +36,7 @@ from streammega.samples.fields import Batch
 from streammega.samples.loss_masks import SampleJoins
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
-from streammega.samples.source import SampleSource, check_fields, dataset_of_samples
+from streammega.samples.source import SampleSource, check_fields, first_datasets
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,14 +180,11 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """The dataset of each sample of this rank's micro-batch in the micro-step at `consumed`.
 
         int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token. With
-        `balance_attention_cost` it reads the .idx. With `follow` this takes in what is appended up to
-        `consumed`, and the first rank there writes the log: ask for no step that is not due.
+        `balance_attention_cost` it reads the .idx.
         """
         sample_ids = self.sample_ids(consumed)
-        if sample_ids.size:
-            self.steps.advance_to(int(np.max(consumed)))
         extents = self.samples.locate(sample_ids.reshape(-1))
-        return dataset_of_samples(self.samples, extents).reshape(sample_ids.shape)
+        return first_datasets(extents).reshape(sample_ids.shape)
 
     def sample_joins(self, consumed: int) -> SampleJoins:
         """Where two runs of tokens meet within a sample of the micro-batch in the micro-step at
@@ -295,7 +292,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         consumed_samples = operator.index(consumed_samples)
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
-        steps.attach(consumed_samples)
         steps.check_position(consumed_samples)
         steps.check_ahead(consumed_samples)
         self._move_to(consumed_samples, steps)
@@ -350,7 +346,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         saved = parse_state(state)
         steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
-        steps.attach(saved.consumed)
         identity = steps.identity(saved.consumed)
         saved.check(identity, names_in_identity(steps.samples.config, steps.split))
         size = steps.schedule.size_at(saved.consumed)

@@ -102,11 +102,6 @@ class TrainingSchedule:
         first, size = self._stage(consumed)
         return (consumed - first) % size
 
-    def end_of_step(self, sample: int) -> int:
-        """The first end of a step at or after a sample; 0 of sample 0."""
-        offset = self.offset_at(sample)
-        return sample - offset + self.size_at(sample) if offset else sample
-
     def micro_batches_at(self, consumed: int, micro_batch_size: int, dp_size: int) -> int:
         """Micro-batches of each rank in the step that holds sample `consumed`."""
         return self.size_at(consumed) // (micro_batch_size * dp_size)

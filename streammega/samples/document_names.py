@@ -207,7 +207,7 @@ class DocumentNames:
                     place = DocumentName(dataset, shard, document)
                     documents_of_name.setdefault(name, set()).add(place)
         if documents_of_name and without:
-            # once: a run opens its datasets again whenever a version is appended
+            # once: training, validation and reports of one process open the same datasets
             warn_once(
                 log,
                 f"{hash(tuple(names))} {without[0]}",

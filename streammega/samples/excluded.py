@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, ExcludedList, ExcludedNames, StorageConfig
+from streammega.config import DataConfig, ExcludedList, StorageConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
 from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_excluded
@@ -185,21 +184,6 @@ def excluded_tokens(
     ]
     _check_eod_fits([ranges.starts for ranges in lists], files, config.eod_id)
     return ExcludedTokens(lists)
-
-
-def with_names_read(config: DataConfig, split: str) -> DataConfig:
-    """The config with the names that its files of names hold now, so that it always excludes the
-    same. Raises ConfigError for a file that is not there.
-    """
-    lists: list[tuple[int, ExcludedNames]] = []
-    for excluded in config.exclusions_of(split):
-        names = _names_of_list(excluded, config.storage)
-        of_dataset = {} if excluded.dataset is None else {excluded.dataset: names}
-        lists.append((excluded.first_sample, of_dataset or names))
-    if not lists:
-        return config
-    phases = [replace(phase, exclude_documents=()) for phase in config.phases]
-    return replace(config, exclude_documents=lists, phases=phases)
 
 
 def _names_of_list(excluded: ExcludedList, storage: StorageConfig) -> list[str]:

@@ -18,7 +18,6 @@ from streammega.kernels import num_threads
 from streammega.order import Extents
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
-from streammega.samples.auto_append import AutoAppendSource
 from streammega.samples.build import SplitDataset, build_datasets, build_split
 from streammega.samples.gpt import GPTDataset, shared_folder
 from streammega.samples.megatron_source import build_phases, open_megatron_segments
@@ -33,12 +32,6 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if len(config.segments(split)) > 1:
         check_in_samples(config.phases)
     return OPENED_BY[config.order](config, split, global_batch_size)
-
-
-def _open_stream(config: DataConfig, split: str, global_batch_size: int) -> SampleSource:
-    if config.follows(split):
-        return AutoAppendSource(config, split, global_batch_size)
-    return StreamSource(config, split, global_batch_size)
 
 
 def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> SampleSource:
@@ -69,7 +62,7 @@ def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> Samp
 
 OPENED_BY: Mapping[Order, Callable[[DataConfig, str, int], SampleSource]] = {
     "megatron": _open_built,
-    "stream": _open_stream,
+    "stream": StreamSource,
     "sequential": _open_built,
 }
 

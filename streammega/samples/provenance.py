@@ -27,7 +27,6 @@ from streammega.kernels import num_threads
 from streammega.kernels.documents import find_overlaps
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
-from streammega.samples.auto_append import recorded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
 from streammega.samples.loss_masks import NO_JOINS
@@ -119,8 +118,6 @@ class Provenance:
     def __init__(
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
-        # with what the run has appended until now
-        config = recorded(config, split)
         self.config = config
         self.split = split
         size = whole_number("global_batch_size", global_batch_size, 1)

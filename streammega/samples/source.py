@@ -18,7 +18,6 @@ from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
-from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import PHASES
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import (
@@ -109,13 +108,6 @@ class SegmentSource(ABC):
         return np.arange(len(self.files))
 
     @cached_property
-    def dataset_ids(self) -> Integers:
-        """The "dataset_id" of each dataset, int64: its number; for a version that was appended in
-        mid-run, that of the dataset which grew.
-        """
-        return np.arange(len(self.files))
-
-    @cached_property
     def excluded(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are seen. Raises ConfigError for names that no
         document of these datasets has.
@@ -149,7 +141,7 @@ class SegmentSource(ABC):
         if config.inter_document_masking:
             samples = samples._replace(pieces=(extents.row_splits, extents.stop - extents.start))
         if config.return_dataset_ids:
-            samples = samples._replace(dataset_id=self.dataset_ids[first_datasets(extents)])
+            samples = samples._replace(dataset_id=first_datasets(extents))
         names = field_names(self)
         if not (bounds or config.inter_document_masking):
             names = tuple(name for name in names if name != "cu_seqlens")
@@ -178,22 +170,12 @@ class SampleSource:
 
     Args:
         config: of the run, with all its segments.
-        segments: at least one, all over the same files.
+        segments: at least one, in the order of their first samples, all over the same files.
     """
 
     def __init__(self, config: DataConfig, segments: Sequence[SegmentSource]) -> None:
-        self._config = config
-        self._segments = tuple(segments)
-
-    @property
-    def config(self) -> DataConfig:
-        """The config of the run."""
-        return self._config
-
-    @property
-    def segments(self) -> Sequence[SegmentSource]:
-        """Its segments, in the order of their first samples."""
-        return self._segments
+        self.config = config
+        self.segments: Sequence[SegmentSource] = tuple(segments)
 
     def segment_number(self, sample: int) -> int:
         """The number of the segment that holds a sample."""
@@ -243,22 +225,6 @@ class SampleSource:
     def has_remainders(self) -> bool:
         """Whether samples of any segment may join runs of tokens that earlier ones left unread."""
         return any(segment.has_remainders for segment in self.segments)
-
-    @property
-    def appended_at(self) -> Sequence[int]:
-        """The first samples of segments that began because data was appended in mid-run."""
-        return ()
-
-    def attach(self, sample: int) -> None:
-        """Note that reading continues at a sample: before it, only recorded data is appended. Does
-        nothing for data that never grows.
-        """
-
-    def advance_to(self, sample: int, schedule: TrainingSchedule) -> bool:
-        """Append all data that belongs before a sample; call it before that sample is returned.
-        Returns whether the segments have changed, which they never do for data that does not grow.
-        """
-        return False
 
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples are stored."""
@@ -331,14 +297,9 @@ def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
     return [file for of_dataset in files for file in of_dataset]
 
 
-def first_datasets(extents: Extents) -> NDArray[np.int32]:
-    """The number of the dataset of each sample, which is the same in all its rows."""
-    return extents.dataset[extents.row_splits[:-1]]
-
-
-def dataset_of_samples(source: SampleSource, extents: Extents) -> Integers:
-    """The "dataset_id" of each sample, int64 [samples]."""
-    return source.segments[0].dataset_ids[first_datasets(extents)]
+def first_datasets(extents: Extents) -> Integers:
+    """The "dataset_id" of each sample, int64 [samples], which is the same in all its rows."""
+    return extents.dataset[extents.row_splits[:-1]].astype(np.int64)
 
 
 def joins_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> SampleJoins:

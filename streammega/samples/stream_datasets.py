@@ -49,25 +49,18 @@ def open_datasets(
     shares: str,
     split: str,
     config: DataConfig,
-    known: Sequence[OpenDataset] = (),
 ) -> list[OpenDataset]:
     """The datasets of these prefixes, in their order, each with its parts that belong to a split.
 
-    shares: the split string, which cuts every dataset by itself. known: datasets that are open
-    already, and stay as they are. Raises ConfigError if a dataset has nothing for the split, more ids
-    than the config's vocabulary, or another tokenizer than the others; StorageError and FormatError for
-    the files.
+    shares: the split string, which cuts every dataset by itself. Raises ConfigError if a dataset has
+    nothing for the split, more ids than the config's vocabulary, or another tokenizer than the
+    others; StorageError and FormatError for the files.
     """
-    opened_of_name = {dataset.name: dataset for dataset in known}
-    missing = [name for name in prefixes if name not in opened_of_name]
-
-    compares_tokenizers = not config.allow_mixed_tokenizers and (
-        len(prefixes) > 1 or config.follow is not None
-    )
+    compares_tokenizers = not config.allow_mixed_tokenizers and len(prefixes) > 1
     needs_tokenizers = compares_tokenizers or config.vocab_size is not None
 
-    def open_missing() -> list[OpenDataset]:
-        shards_of = read_datasets(missing, config.storage, config.index_cache_dir)
+    def open_all() -> list[OpenDataset]:
+        shards_of = read_datasets(prefixes, config.storage, config.index_cache_dir)
 
         def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
             name, shards = dataset
@@ -78,7 +71,7 @@ def open_datasets(
             check_vocabulary(name, tokenizers, config)
             return replace(opened, tokenizers=tokenizers)
 
-        datasets = list(zip(missing, shards_of, strict=True))
+        datasets = list(zip(prefixes, shards_of, strict=True))
         is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
         # whole datasets need no pointers: threads would not help
         requests = min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
@@ -87,12 +80,10 @@ def open_datasets(
         return parallel_map(cut, datasets, at_once, is_local=are_local)
 
     # For fewer, a file costs more than it saves.
-    if sum(map(is_remote, missing)) > MAX_LOOKED_UP:
-        once = open_once_per_node(missing, config.storage, config.index_cache_dir, open_missing)
-        newly_opened = iter(once)
+    if sum(map(is_remote, prefixes)) > MAX_LOOKED_UP:
+        opened = open_once_per_node(prefixes, config.storage, config.index_cache_dir, open_all)
     else:
-        newly_opened = iter(open_missing())
-    opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
+        opened = open_all()
     if compares_tokenizers:
         check_tokenizers((dataset.name, dataset.tokenizers) for dataset in opened)
     return opened

@@ -44,7 +44,7 @@ from streammega.samples.source import (
     all_files,
     file_of_rows,
 )
-from streammega.samples.stream_datasets import OpenDataset, open_datasets
+from streammega.samples.stream_datasets import open_datasets
 from streammega.samples.token_file import TokenFile
 from streammega.storage.open import resolved
 
@@ -52,9 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamSegment(SegmentSource):
-    """Samples of one stream order over files that are open. dataset_ids: None: the datasets'
-    numbers.
-    """
+    """Samples of one stream order over files that are open."""
 
     has_file_per_shard = True
 
@@ -65,7 +63,6 @@ class StreamSegment(SegmentSource):
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
         excluded: ExcludedTokens | None = None,
-        dataset_ids: Integers | None = None,
     ) -> None:
         self.config = config
         self.split = split
@@ -74,8 +71,6 @@ class StreamSegment(SegmentSource):
         self.first_sample = order.first_sample
         self.excluded = excluded
         self.dataset_numbers = order.dataset_numbers
-        if dataset_ids is not None:
-            self.dataset_ids = dataset_ids
         # divided by the largest first: the sum of huge weights would be infinite
         largest = max(order.weights)
         self.shares = normalized([weight / largest for weight in order.weights])
@@ -132,7 +127,7 @@ class StreamSegment(SegmentSource):
         order of 0.3 and 0.7.
         """
         files = [self.files[number] for number in self.order.dataset_numbers.tolist()]
-        digests = digests_of(self.order.datasets, files)
+        digests = _digests_of(self.order.datasets, files)
         pairs = zip(digests, self.shares, strict=True)
         return [f"{digest}*{share:.8g}" for digest, share in pairs]
 
@@ -181,7 +176,7 @@ class EpochSegment(StreamSegment):
         return super().identity(consumed) | {"epochs": 1}
 
     def _described_datasets(self) -> list[str]:
-        return digests_of(self._one_by_one, self.files)
+        return _digests_of(self._one_by_one, self.files)
 
     def usage(self, spans: Sequence[Span]) -> Records:
         """Counted by locating all samples."""
@@ -198,34 +193,20 @@ class StreamSource(SampleSource):
 
     Args:
         global_batch_size: chooses the lanes, unless the config names them.
-        known: datasets that are open already.
-        dataset_ids: the "dataset_id" of each dataset; None: its number.
-        lanes: those of a saved state; None: chosen, and checked.
 
     Raises ConfigError for lanes that a global batch does not divide, for a split or dataset that
     holds nothing, and for a file with two names in two segments. Raises StorageError and
     FormatError for the files.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        split: str,
-        global_batch_size: int,
-        *,
-        known: Sequence[OpenDataset] = (),
-        dataset_ids: Integers | None = None,
-        lanes: int | None = None,
-    ) -> None:
-        if lanes is None:
-            lanes = _chosen_lanes(config, split, global_batch_size)
+    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
+        lanes = _chosen_lanes(config, split, global_batch_size)
         self._split = split
         self._global_batch_size = global_batch_size
-        self._dataset_ids = dataset_ids
         self._segment_datasets = datasets_of_segments(config, split)
         prefixes = [prefix for prefix, _ in dataset_names(self._segment_datasets)]
         shares = blend_of(config, split).shares
-        self._datasets = open_datasets(prefixes, shares, split, config, known)
+        self._datasets = open_datasets(prefixes, shares, split, config)
         files = [dataset.files for dataset in self._datasets]
         _check_apart(self._segment_datasets, prefixes, files)
         bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]
@@ -247,17 +228,6 @@ class StreamSource(SampleSource):
         source = copy.copy(self)
         SampleSource.__init__(source, self.config, self._segments_in(self.config, lanes))
         return source
-
-    def with_config(self, config: DataConfig, dataset_ids: Integers) -> StreamSource:
-        """The same in a config with more segments: what is open stays open."""
-        return StreamSource(
-            config,
-            self._split,
-            self._global_batch_size,
-            known=self._datasets,
-            dataset_ids=dataset_ids,
-            lanes=self.lanes,
-        )
 
     def _segments_in(self, config: DataConfig, lanes: int) -> list[StreamSegment]:
         """The segments in so many lanes, unless they name their own.
@@ -307,7 +277,6 @@ class StreamSource(SampleSource):
                 files,
                 order,
                 self._excluded,
-                self._dataset_ids,
             )
             for order in orders
         ]
@@ -366,7 +335,7 @@ def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int
     return lanes
 
 
-def digests_of(
+def _digests_of(
     datasets: Sequence[StreamDataset], files: Sequence[Sequence[TokenFile]]
 ) -> list[str]:
     """A digest of each dataset, 12 hex digits: of what it holds, of where its parts are, and of its

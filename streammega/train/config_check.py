@@ -40,7 +40,6 @@ MAY_DIFFER = {
     "blend",
     "blend_per_split",
     "validation",
-    "follow",
     "phases",
     "exclude_documents",
 }
@@ -67,8 +66,6 @@ def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
         for phase in config.data.phases
     ]
     facts["data.phases"] = repr(phases)
-    if config.data.follow is not None:
-        facts["data.follow.check_every_samples"] = repr(config.data.follow.check_every_samples)
     # The identity of all samples, with the data of later phases: they are not compared again.
     for name, value in loader.dataset.samples.identity().items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)

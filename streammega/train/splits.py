@@ -46,7 +46,6 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         multiple_validation_sets=False,
         blend_schedule=None,
         phases=(),
-        follow=None,
     )
     return replace(config, data=data, validation={})
 

@@ -40,7 +40,7 @@ from streammega.parallel.layout import DIMENSIONS, ParallelLayout
 from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names
-from streammega.samples.source import dataset_of_samples
+from streammega.samples.source import first_datasets
 from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
@@ -389,7 +389,7 @@ class Trainer:
         sources = None
         if self.model.counts_losses and len(self.sources) > 1:
             samples = self.loader.dataset.samples
-            sources = dataset_of_samples(samples, samples.locate(sample_ids))
+            sources = first_datasets(samples.locate(sample_ids))
         totals = add_over_ranks(
             self.watchdog.stop_requests.first_signal,
             self.checkpoints.has_failed,

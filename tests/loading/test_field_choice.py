@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from streammega import (
     DataConfig,
-    FollowConfig,
     ParallelLayout,
     Ranks,
     StreamingDataset,
@@ -155,15 +154,6 @@ def test_stream_batches_have_no_mask_of_ones_and_no_plain_positions(
             dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"
         )
         check_fields(next(iter(workers)), expected, names)
-
-
-@pytest.mark.guarantee("fields-default")
-def test_fields_of_a_run_that_takes_in_new_versions_stay_the_same(base: DataConfig) -> None:
-    """Some of what is appended may be without loss; all splits have the same fields."""
-    config = replace(base, order="stream", split="1,1,0", num_samples=(16, 16, 0))
-    config = replace(config, follow=FollowConfig(check_every_samples=8))
-    with StreamLoader(config, split="valid", **SIZES) as loader:
-        assert list(next(loader)) == NAMES
 
 
 @pytest.mark.guarantee("fields-default", "get-batch-fields")

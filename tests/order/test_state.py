@@ -263,7 +263,7 @@ OF_AN_ORDER: dict[Order, dict[str, Any]] = {
     "sequential": {"num_samples": (48, 0, 0)},
 }
 NOTICED_IN_OTHER_TESTS = {
-    *("order", "blend_per_split", "blend_schedule", "exclude_documents", "follow"),
+    *("order", "blend_per_split", "blend_schedule", "exclude_documents"),
     "balance_attention_cost",
 }
 MAY_CHANGE = {

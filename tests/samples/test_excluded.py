@@ -42,7 +42,6 @@ from streammega.samples.excluded import (
     ExcludedRanges,
     ExcludedTokens,
     check_limits,
-    with_names_read,
 )
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
@@ -449,6 +448,43 @@ def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
 
 
 @pytest.mark.guarantee("excluded-documents-columns")
+def test_documents_are_excluded_while_a_phase_brings_their_dataset_in(
+    corpus: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    """By the names that stood in a file of them when the run was begun."""
+    root, documents = corpus
+    listed = tmp_path / "names.txt"
+    listed.write_text("\n".join(named(root)))
+    joins = PhaseConfig(first_sample=60, blend=[f"{root}/code", f"{root}/web/"])
+    config = config_of(
+        root, blend=[f"{root}/code"], phases=[joins], exclude_documents=[(24, str(listed))]
+    )
+    oracle = Oracle(config, documents, since_of(root, 24))
+    sizes: dict[str, Any] = {"micro_batch_size": 6, "global_batch_size": GLOBAL}
+    with (
+        StreamLoader(config, dp_rank=0, dp_size=2, **sizes) as first,
+        StreamLoader(config, dp_rank=1, dp_size=2, **sizes) as second,
+    ):
+        listed.write_text("\n".join([*named(root), "code#9", "web#9"]))
+        for loader in (first, second):
+            while loader.consumed_samples < 120:
+                ids = loader.dataset.sample_ids(loader.consumed_samples)
+                batch = loader.take()
+                for row, sample in enumerate(ids.tolist()):
+                    oracle.check(sample, {name: batch[name][row] for name in batch})
+        state = first.state_dict()
+        assert second.state_dict() == state
+    with (
+        StreamLoader(config, **sizes) as edited,
+        pytest.raises(StateError, match="exclude_documents"),
+    ):
+        edited.load_state_dict(state)
+    listed.write_text("\n".join(named(root)))
+    with StreamLoader(config, **sizes) as resumed:
+        resumed.load_state_dict(state)
+
+
+@pytest.mark.guarantee("excluded-documents-columns")
 def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents]) -> None:
     root, documents = corpus
     config = config_of(root, "megatron", exclude_documents=[(24, named(root))])
@@ -628,8 +664,10 @@ def test_names_of_a_file_end_at_newlines_alone_and_begin_after_its_byte_order_ma
     names = ["id-1", "id\u2028two", "id\x0cthree"]
     listed = tmp_path / "names.txt"
     listed.write_bytes(("\ufeff" + "\r\n".join(names)).encode())
-    config = config_of(root, exclude_documents=str(listed))
-    assert with_names_read(config, "train").exclude_documents == [(0, names)]
+    with pytest.raises(ConfigError, match="no document is called") as caught:
+        excluded_of(config_of(root, exclude_documents=str(listed)))
+    missing = ", ".join(map(repr, names[1:]))
+    assert f"no document is called {missing};" in str(caught.value), "id-1 is one"
 
 
 MISTAKES: list[tuple[Any, str]] = [

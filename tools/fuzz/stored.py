@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,8 +38,6 @@ from streammega.dataset.provenance import (
 from streammega.dataset.versions import read_named_manifest, versions
 from streammega.errors import StreammegaError
 from streammega.order import state
-from streammega.samples import append_log
-from streammega.samples.append_log import AppendedSegment, AppendLog, LogEntry
 from streammega.storage import open_store
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.seekable_zstd import FrameWriter, read_frames
@@ -350,25 +347,6 @@ def state_target(_folder: Path) -> Target:
                 saved.check(one)
 
     return Target(run, seeds, is_json=True)
-
-
-def append_log_target(folder: Path) -> Target:
-    """An entry of the log of a run that follows growing datasets."""
-    segment = AppendedSegment(
-        first_sample=100,
-        datasets=["web", "web@2"],
-        weights=[0.5, 0.5],
-        num_before=1,
-        weights_before=[1.0],
-    )
-    entry = LogEntry(sample=200, segments=[segment], unreadable=["web@3: damaged"])
-    stored = {"format": append_log.FORMAT, "version": append_log.VERSION, **asdict(entry)}
-
-    def run(data: bytes) -> None:
-        with stored_in(folder, ".json", data, f"{200:020d}"):
-            AppendLog(str(folder), STORAGE).at(200)
-
-    return Target(run, [json.dumps(stored).encode()], is_json=True)
 
 
 def record_target(folder: Path) -> Target:

@@ -19,7 +19,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "provenance": stored.provenance_target,
     "array": stored.array_target,
     "state": stored.state_target,
-    "append-log": stored.append_log_target,
     "record": stored.record_target,
     "tensors": stored.tensors_target,
     "part": stored.part_target,

@@ -53,10 +53,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         data, train = self.data, self.train
-        if data.follow is not None and data.follow.log_url is None:
-            # By default the record of appended versions is in out_dir.
-            log_url = f"{train.out_dir.rstrip('/')}/follow"
-            data = replace(data, follow=replace(data.follow, log_url=log_url))
         # Every phase has its first sample. All other code uses it, and neither steps nor tokens.
         data = resolve_phase_starts(data, train.global_batch_size, train.rampup_batch_size)
         object.__setattr__(self, "data", data)  # the way to set a field of what is frozen

@@ -25,7 +25,6 @@ import numpy as np
 from streammega import (
     DataConfig,
     FieldsConfig,
-    FollowConfig,
     IndexedDataset,
     PhaseConfig,
     Provenance,
@@ -92,9 +91,6 @@ CONFIGS: dict[str, Callable[[], DataConfig]] = {
                 first_sample=32, global_batch_size=8, shuffle_lanes=8, exclude_documents=("code#1",)
             ),
         ],
-    ),
-    "follow": lambda: config(
-        ["web@0"], **LANES, follow=FollowConfig(check_every_samples=8, log_url="follow")
     ),
     "conversations": lambda: config(["chat"], eod_id=256, **LANES),
     "bins": lambda: config(["bins"], sequence_length=64, **LANES),
