@@ -34,7 +34,7 @@ from tests.support.servers import moto_server  # noqa: E402
 
 PROGRESS = ROOT / "crash-progress.json"
 SAVE_SECONDS = 5.0
-MOMENTS = 84
+MOMENTS = 101
 """How often a scene is killed. That makes somewhat more than a thousand kills of all scenes."""
 ALL: dict[str, tuple[type[Scene], bool]] = {
     **{scene.__name__: (scene, False) for scene in SCENES},

@@ -495,7 +495,7 @@ class Examination:
         folder = self.key if self.is_local and os.path.isdir(self.key) else parent_url(self.key)
         name = f"streammega-doctor-{random.SystemRandom().getrandbits(64):x}"
         key = f"{folder}/{name}" if folder else name
-        remedy = "let one producer alone append and convert (--no-conditional-writes)"
+        remedy = "let no two conversions write to one prefix at the same time"
         try:
             is_created = self.store.put(key, b"1", if_absent=True)
             is_broken = self.store.put(key, b"2", if_absent=True)
@@ -515,7 +515,7 @@ class Examination:
         elif not is_created:
             yield warning("conditional writes", "refused though their condition holds", remedy)
         else:
-            yield ok("conditional writes", "several producers may append at once")
+            yield ok("conditional writes", "conversions and checkpoints are written on conditions")
 
     def check_disks(self) -> Iterator[Finding]:
         """The disks of local data and of caches."""

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from streammega.cli.datasets import version_report
 from streammega.cli.options import (
     AsJson,
     StorageFile,
@@ -65,8 +64,6 @@ class CommandOptions:
     """The seed of --shuffle; 0 by default."""
     overwrite: Annotated[bool, Flag(OUTPUT)] = False
     """Replace an existing dataset."""
-    append_to: Annotated[str | None, Flag(OUTPUT, metavar="PREFIX")] = None
-    """Then make the next version of this dataset, in the same folder, with these shards too."""
     report: Annotated[str | None, Flag(OUTPUT)] = None
     """Write the report to this file, as JSON."""
     plot: Annotated[str | None, Flag(OUTPUT)] = None
@@ -103,8 +100,6 @@ def convert(
     from streammega.convert.dry_run import plan_conversion
     from streammega.convert.read.inputs import expand_lists
     from streammega.convert.run import MERGE, parse_task
-    from streammega.dataset.append import append
-    from streammega.dataset.names import split_name
 
     command = CommandOptions(**settings_from(CommandOptions, settings))
     output_storage = storage_config(storage, storage_file)
@@ -124,8 +119,6 @@ def convert(
             raise ConfigError(f"{of_all}; leave them out of --dry-run")
         if share is not None:
             raise ConfigError(f"{of_all}; give them to --task {MERGE}")
-    if command.append_to is not None:
-        _check_append(command.append_to, output, conversion["options"], output_storage)
     _check_outputs(command)
     run: Callable[..., Any] = convert_all
     if command.dry_run:
@@ -148,18 +141,7 @@ def convert(
         show_report(asdict(done) | {"task": command.task}, summary=follows, as_json=as_json)
         return
     words = command_words(context.obj, (output_storage, input_storage))
-    report = done.as_dict(words) if as_json else {}
-    if not as_json:  # first, for the append may fail
-        show_report(done.summary())
-    if command.append_to is not None:
-        made = [split_name(output)[0]]
-        with show_progress("reading manifests") as progress:
-            version = append(command.append_to, made, output_storage, progress=progress)
-        report["appended_to"] = version_report(command.append_to, version)
-        if not as_json:
-            typer.echo(f"{report['appended_to']['version']}: {version}")
-    if as_json:
-        show_report(report, as_json=True)
+    show_report(done.as_dict(words) if as_json else done.summary(), as_json=as_json)
     if command.report:
         write_output(command.report, json.dumps(done.as_dict(words), indent=1).encode())
     if command.plot:
@@ -279,29 +261,6 @@ def _input_storage(
     if output_scheme and all(scheme_of(name) not in ("", output_scheme) for name in inputs):
         return StorageConfig()
     return output_storage
-
-
-def _check_append(
-    dataset: str, output: str, options: ConvertOptions, storage: StorageConfig
-) -> None:
-    """Raise ConfigError, before anything is converted, if the result could not be appended."""
-    from streammega.convert.tokenize.tokenizers import load_tokenizer
-    from streammega.dataset.append import check_can_append
-    from streammega.dataset.idx import token_dtype_named
-    from streammega.dataset.names import split_name
-
-    prefix, _ = split_name(output)
-    made: dict[str, Any] = {
-        "kind": options.format_of(output),
-        "bin_tokens": options.pack_length,
-    }
-    if options.dtype is not None:
-        made["dtype"] = str(token_dtype_named(options.dtype))
-    # a manifest names no tokenizer where tokens of several are mixed
-    if options.tokenizer is not None and not options.allow_mixed_tokenizers:
-        tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
-        made["tokenizer"] = {"name": tokenizer.name, "digest": tokenizer.digest}
-    check_can_append(dataset, prefix, made, storage)
 
 
 def _check_outputs(command: CommandOptions) -> None:

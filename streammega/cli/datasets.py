@@ -1,4 +1,4 @@
-"""The commands about datasets and caches: cat, verify, gc, append, versions, cache."""
+"""The commands about datasets and caches: cat, verify, gc, cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
-from streammega.cli.render import Report, show_report
+from streammega.cli.render import show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line, pluralize, without_controls
@@ -26,14 +26,11 @@ from streammega.errors.words import in_one_line, pluralize, without_controls
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
-    from streammega.dataset.versions import DatasetVersion
 
 log = logging.getLogger(__name__)
 
 DOCUMENTS_AT_ONCE = 64
 """Documents that one read of `cat` fetches."""
-MAX_VERSIONS = 20
-"""Versions that are listed; a dataset may have thousands."""
 
 
 def verify(
@@ -129,93 +126,6 @@ def gc(
     summary = f"{files} removed, {size}" if remove else f"{files}, {size}; --remove removes them"
     report = {"files": [{"bytes": info.size, "file": info.key} for info in leftovers]}
     show_report(report, summary=summary if leftovers else f"{files}, {size}", as_json=as_json)
-
-
-def append(
-    prefix: Annotated[str, typer.Argument(help="The dataset that grows: its prefix, path or URL.")],
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            help="Prefixes of datasets in the same folder, written by streammega convert."
-        ),
-    ],
-    conditional_writes: Annotated[
-        bool,
-        typer.Option(
-            " /--no-conditional-writes",
-            help="For storage without conditional writes, while no other producer appends.",
-        ),
-    ] = True,
-    as_json: AsJson = False,
-    storage: StorageOption = None,
-    storage_file: StorageFile = None,
-) -> None:
-    """Make the next version of a dataset, with the shards of others after its own.
-
-    Any number of producers may append at once. A shard is added only once, so a killed command can
-    be repeated. A run keeps reading the version that it names (PREFIX@NUMBER).
-    """
-    from streammega.dataset.append import append as run
-
-    with show_progress("reading manifests") as progress:
-        version = run(
-            prefix,
-            names,
-            storage_config(storage, storage_file),
-            conditional_writes=conditional_writes,
-            progress=progress,
-        )
-    how = "" if version.added else ", which had all of it already"
-    summary = f"{redact_urls(prefix)}@{version.number}: {version}{how}"
-    show_report(
-        version_report(prefix, version) if as_json else {}, summary=summary, as_json=as_json
-    )
-
-
-def version_report(prefix: str, version: DatasetVersion) -> Report:
-    """Its name and counts, as a row of all versions."""
-    manifest = version.manifest
-    return {
-        "version": f"{redact_urls(prefix)}@{version.number}",
-        "shards": len(manifest.shards),
-        "documents": manifest.documents,
-        "tokens": manifest.tokens,
-    }
-
-
-def versions(
-    prefix: Annotated[str, typer.Argument(help="A dataset: its prefix, path or URL.")],
-    as_json: AsJson = False,
-    storage: StorageOption = None,
-    storage_file: StorageFile = None,
-) -> None:
-    """List the versions of a dataset that grows, and datasets of its folder that are in no version.
-
-    Exit status 1 if the manifest of a version cannot be read.
-    """
-    from streammega.dataset.versions import DamagedVersion, unlisted_datasets
-    from streammega.dataset.versions import versions as run
-
-    settings = storage_config(storage, storage_file, looks_only=True)
-    name = redact_urls(prefix)
-    rows = []
-    problems = []
-    others: list[str] = []
-    with show_progress("reading versions", unit=" versions") as progress:
-        for version in run(prefix, settings, max_count=MAX_VERSIONS):
-            if isinstance(version, DamagedVersion):
-                problems.append(f"{name}@{version.number} cannot be read: {version.why}")
-            else:
-                rows.append(version_report(prefix, version))
-            progress.advance(1)
-        if not problems:  # without a damaged version its shards would seem to be in no version
-            progress.begin("looking for other datasets")
-            others = [redact_urls(at) for at in unlisted_datasets(prefix, settings)]
-    summary = f"to add a dataset: streammega append {name} DATASET" if others else ""
-    report = {"problems": problems, "in_no_version": others, "versions": rows}
-    show_report(report, summary=summary, as_json=as_json)
-    if problems:
-        raise typer.Exit(1)
 
 
 cache_app = typer.Typer(

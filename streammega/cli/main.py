@@ -19,7 +19,6 @@ from streammega.apps.top import top
 from streammega.apps.view import view
 from streammega.cli.convert import convert, list_inputs
 from streammega.cli.datasets import (
-    append,
     cache_app,
     cache_clear,
     cache_ls,
@@ -27,7 +26,6 @@ from streammega.cli.datasets import (
     cat,
     gc,
     verify,
-    versions,
 )
 from streammega.cli.describe import describe
 from streammega.cli.diff_orders import diff_orders
@@ -120,14 +118,12 @@ COMMANDS = {
         ),
     ),
     "ls": Command(list_inputs, MAKE, ("streammega ls texts/ 's3://raw/*.parquet'",)),
-    "append": Command(append, MAKE, ("streammega append s3://bucket/web s3://bucket/web-june",)),
     "gc": Command(gc, MAKE, ("streammega gc s3://bucket/web --remove",)),
     "describe": Command(
         describe, LOOK, ("streammega describe s3://bucket/web", "streammega describe run.toml")
     ),
     "cat": Command(cat, LOOK, ("streammega cat 's3://bucket/web#0..9'",)),
     "verify": Command(verify, LOOK, ("streammega verify s3://bucket/web --json",)),
-    "versions": Command(versions, LOOK, ("streammega versions s3://bucket/web",)),
     "cache": Command(cache_app, LOOK, ()),
     "cache ls": Command(cache_ls, LOOK, ("streammega cache ls /nvme/cache",)),
     "cache verify": Command(cache_verify, LOOK, ("streammega cache verify /nvme/cache",)),

@@ -50,7 +50,6 @@ from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
-from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
@@ -271,8 +270,6 @@ class Conversion:
             origins=[record.origins for record in written.shards] if options.provenance else None,
             pack=pack,
         )
-        # Once more: a version may have been appended since the conversion began.
-        check_not_grown(self.prefix, self.storage, overwrite=self.overwrite)
         return self.publisher.publish(layout, written.shards, manifest, self.progress)
 
     def release(self) -> None:

@@ -48,7 +48,6 @@ from streammega.convert.write.publish import Publisher
 from streammega.dataset.indexed import IndexedDataset, document_tokens
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
-from streammega.dataset.versions import check_not_grown
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.extras import import_extra
 from streammega.errors.redaction import redact_urls
@@ -256,7 +255,6 @@ def _check_before_run(conversion: Conversion) -> None:
     # What is done already takes room, and is not done again.
     if not conversion.work_dir.can_resume():
         warn_of_little_room(prefix, conversion.inputs)
-    check_not_grown(prefix, conversion.storage, overwrite=overwrite)
     check_writable(prefix, conversion.storage, why_delete=WHY_DELETE if overwrite else "")
     if conversion.work_dir.is_remote:
         why_delete = "a work folder is removed in the end"

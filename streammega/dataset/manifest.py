@@ -1,7 +1,6 @@
 """The manifest of a dataset: its shards, in order, and what they must be.
 
-JSON, written last, the same for the same data. That of a version (`dataset/versions.py`) may name an
-earlier one as its parent: its shards are then those of the parent, and its own.
+JSON, written last, the same for the same data.
 """
 
 from __future__ import annotations
@@ -9,32 +8,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import dacite
 import numpy as np
-from xxhash import xxh3_128_hexdigest
 
 from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
-from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.open import escapes_folder
-from streammega.storage.thread_pool import parallel_map
 
 FORMAT = "streammega-manifest"
 VERSION = 1
-WITH_PARENT = 2
-"""The version of the format if a manifest has a parent. All others have VERSION."""
-MAX_MANIFESTS = 32
-"""Manifests that are read at once: version 4,000,000,000 has no more ancestors."""
-VERSION_NAME = re.compile(rf"\.v(?P<number>\d{{8,}}){re.escape(MANIFEST)}$")
-"""The end of the name of a version's manifest."""
 MAX_BYTES = 1 << 30
 """The largest manifest that is read. The object of that name may be anything."""
 MAX_BIN_TOKENS = 1 << 24
@@ -47,7 +37,7 @@ class ShardEntry:
     """One shard.
 
     name: its prefix, without the folder of the manifest. checksums: xxh3-128 of each 64 MiB, as stored.
-    ends: `TokenEnds.digest` of its tokens; empty where it is not known. Joined manifests leave it out.
+    ends: `TokenEnds.digest` of its tokens; empty where it is not known.
     """
 
     name: str
@@ -72,18 +62,6 @@ _TYPE_OF_FIELD: dict[str, type] = {
     "index_checksums": list,
 }
 _ENDS = re.compile(r"[0-9a-f]{16}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parent:
-    """The version that another one builds on.
-
-    shards: how many it has, with those of its own parents. digest: of its manifest, as stored.
-    """
-
-    number: int
-    shards: int
-    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,27 +125,18 @@ class Manifest:
             tokens=sum(shard.tokens for shard in shards),
         )
 
-    def to_json(self, parent: Parent | None = None) -> bytes:
-        """The stored form. parent: an earlier version that has the first shards; they, and their
-        origins, are left out.
-        """
+    def to_json(self) -> bytes:
+        """The stored form."""
         fields = asdict(self)
         del fields["written"]
         for shard in fields["shards"]:
             if not shard["ends"]:
                 del shard["ends"]
-        if parent is not None:
-            for name in ("shards", "origins"):
-                if fields[name] is not None:
-                    fields[name] = fields[name][parent.shards :]
         for name in ("loss_modes", "origins", "pack", "chat_template"):
             # A dataset without them has the same manifest as before they were added.
             if fields[name] is None:
                 del fields[name]
-        stored = {"format": FORMAT, "version": VERSION, **fields}
-        if parent is not None:
-            stored |= {"version": WITH_PARENT, "parent": asdict(parent)}
-        text = json.dumps(stored, indent=1) + "\n"
+        text = json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1) + "\n"
         return text.encode()
 
 
@@ -178,163 +147,6 @@ def manifest_url(name: str) -> str:
 
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
-    manifest, _ = read_ancestors(url, storage)
-    return manifest
-
-
-def read_ancestors(
-    url: str, storage: StorageConfig, known: dict[str, StoredManifest] | None = None
-) -> tuple[Manifest, list[Parent]]:
-    """A manifest with the shards of its parents; and it and they as parents of a new version, the
-    newest first. known: manifests that were read before, to which these are added.
-
-    It takes two rounds of requests, however many parents there are. Raises as `read_manifest` does.
-    """
-    known = {} if known is None else known
-    newest = _read_once(url, storage, known)
-    if newest.parent is None:
-        shards = len(newest.manifest.shards)
-        return newest.manifest, [_as_parent(url, shards, newest)]
-    of_version = number_of(url)
-    if of_version is None:
-        raise FormatError(f"{url}: names a parent, and is no version by its name; was it renamed?")
-    prefix, number = of_version
-    _read_ahead([version_url(prefix, parent) for parent in ancestors(number)], storage, known)
-    line = [(url, newest)]
-    child_url = url
-    child = newest
-    while child.parent is not None:
-        url_of_parent = version_url(prefix, child.parent.number)
-        child = _read_parent(url_of_parent, child_url, child, storage, known)
-        child_url = url_of_parent
-        line.append((child_url, child))
-    return _merge_ancestors(line)
-
-
-def stored_tokens(url: str, storage: StorageConfig) -> int:
-    """All tokens of a dataset, by its own manifest: those of its parents are not read."""
-    return _read_stored(url, storage).manifest.tokens
-
-
-def version_url(prefix: str, number: int) -> str:
-    """Where the manifest of a version is."""
-    prefix = strip_suffix(prefix)
-    return f"{prefix}.v{number:08d}{MANIFEST}" if number else f"{prefix}{MANIFEST}"
-
-
-def number_of(url: str) -> tuple[str, int] | None:
-    """(prefix, number) of a version's manifest; None for any other name."""
-    match = VERSION_NAME.search(url)
-    return None if match is None else (url[: match.start()], int(match["number"]))
-
-
-def parent_of(number: int) -> int:
-    """The version that another one builds on; 0: it lists everything.
-
-    A version that is a power of two lists all of its shards. Any other one builds on the number
-    whose lowest bit is cleared: 22 on 20, 20 on 16, and 16 lists all. So version n is read from as
-    many manifests as n has bits set (at most 13 up to 10,000), whose names follow from n. A shard is
-    written again once for each bit, and not in every later version.
-    """
-    return number & (number - 1)
-
-
-def ancestors(number: int) -> list[int]:
-    """A version and those that it builds on, the newest first."""
-    numbers = []
-    while number:
-        numbers.append(number)
-        number = parent_of(number)
-    return numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredManifest:
-    """A manifest as it is stored. With a parent, it has only the shards and origins that were added."""
-
-    manifest: Manifest
-    parent: Parent | None
-    digest: str
-
-
-def _read_once(
-    url: str, storage: StorageConfig, known: dict[str, StoredManifest]
-) -> StoredManifest:
-    if url not in known:
-        known[url] = _read_stored(url, storage)
-    return known[url]
-
-
-def _read_ahead(
-    urls: Sequence[str], storage: StorageConfig, known: dict[str, StoredManifest]
-) -> None:
-    """Read manifests that are probably needed, all at once.
-
-    One that is damaged or not there is an error only where it is needed.
-    """
-
-    def read(url: str) -> None:
-        # Without the right to list, S3 answers 403 for what is not there.
-        with suppress(AccessDeniedError, ObjectNotFoundError, FormatError):
-            _read_once(url, storage, known)
-
-    missing = [url for url in urls if url not in known]
-    if missing:
-        parallel_map(read, missing, MAX_MANIFESTS)
-
-
-def _read_parent(
-    url: str,
-    child_url: str,
-    child: StoredManifest,
-    storage: StorageConfig,
-    known: dict[str, StoredManifest],
-) -> StoredManifest:
-    """The parent of a manifest. Raises FormatError unless it is the one that was appended to."""
-    assert child.parent is not None
-    try:
-        stored = _read_once(url, storage, known)
-    except ObjectNotFoundError as error:
-        raise FormatError(
-            f"{child_url}: builds on {url}, which is not there; restore it ({error})"
-        ) from None
-    if stored.digest != child.parent.digest:
-        raise FormatError(
-            f"{child_url}: builds on another manifest than the one at {url}, which was changed "
-            f"since; restore that"
-        )
-    return stored
-
-
-def _merge_ancestors(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manifest, list[Parent]]:
-    """The newest manifest with the shards of its ancestors, and each of them as a parent."""
-    shards: list[ShardEntry] = []
-    origins: list[str] | None = []
-    parents: list[Parent] = []
-    for url, stored in reversed(line):
-        if stored.parent is not None and stored.parent.shards != len(shards):
-            raise FormatError(
-                f"{url}: is a damaged manifest: it builds on {stored.parent.shards} shards, and "
-                f"version {stored.parent.number} has {len(shards)}"
-            )
-        more = stored.manifest.origins
-        # A version has origins only if all of its datasets have them.
-        origins = None if origins is None or more is None else [*origins, *more]
-        shards += stored.manifest.shards
-        parents.insert(0, _as_parent(url, len(shards), stored))
-    newest = line[0][1].manifest
-    # Its shards were written before manifests of other times.
-    return replace(newest, shards=shards, origins=origins, written=0.0), parents
-
-
-def _as_parent(url: str, shards: int, stored: StoredManifest) -> Parent:
-    of_version = number_of(url)
-    number = 0 if of_version is None else of_version[1]
-    return Parent(number=number, shards=shards, digest=stored.digest)
-
-
-def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
-    """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
     store, key = open_store(url, storage)
     info, body = store.get(key, MAX_BYTES)
     if info.size > MAX_BYTES:
@@ -342,9 +154,8 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
             f"{url}: has {info.size:,} bytes, which are too many for a manifest; name a manifest or "
             f"the prefix of a dataset"
         )
-    raw = bytes(body)
     try:
-        manifest, parent = _parse(raw, url)
+        manifest = _parse(bytes(body), url)
     except FormatError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError, dacite.DaciteError) as error:
@@ -352,8 +163,7 @@ def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None
     _check(manifest, url)
-    manifest = replace(manifest, written=info.modified)
-    return StoredManifest(manifest=manifest, parent=parent, digest=xxh3_128_hexdigest(raw))
+    return replace(manifest, written=info.modified)
 
 
 def _check(manifest: Manifest, url: str) -> None:
@@ -387,7 +197,7 @@ def _is_name_in_folder(name: str) -> bool:
     return bool(name) and is_utf8(name) and not {"/", "\0"} & set(name) and not escapes_folder(name)
 
 
-def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
+def _parse(raw: bytes, url: str) -> Manifest:
     """Raises FormatError for another kind of JSON, ValueError or DaciteError for damaged JSON."""
     stored: Any = json.loads(raw, object_hook=_entry_or_dict)  # noqa: TID251
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
@@ -396,22 +206,11 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
             f"of a dataset"
         )
     version = stored.pop("version", None)
-    if version not in (VERSION, WITH_PARENT):
+    if version != VERSION:
         raise FormatError(
-            f"{url}: is a manifest of version {version}; this program reads versions {VERSION} and "
-            f"{WITH_PARENT}; update the program, or copy the manifest again"
+            f"{url}: is a manifest of version {version}; this program reads version {VERSION}; update "
+            f"the program, or copy the manifest again"
         )
-    settings = dacite.Config(strict=True)
-    parent = None
-    if version == WITH_PARENT:
-        parent = dacite.from_dict(Parent, stored.pop("parent", {}), settings)
-        of_version = number_of(url)
-        # Each parent has a smaller number, so that a chain of parents ends.
-        if of_version is not None and not 0 < parent.number < of_version[1]:
-            raise FormatError(
-                f"{url}: is a damaged manifest: version {of_version[1]} builds on version "
-                f"{parent.number}; copy it again"
-            )
     shards = stored.get("shards")
     if not isinstance(shards, list):
         raise ValueError("it lists no shards")
@@ -419,8 +218,8 @@ def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
         if type(shard) is not ShardEntry:
             raise ValueError(f"its shard {number} lacks a field, or has one of another type")
     # dacite would take a second for 10,000 shards.
-    manifest = dacite.from_dict(Manifest, stored | {"shards": []}, settings)
-    return replace(manifest, shards=shards), parent
+    manifest = dacite.from_dict(Manifest, stored | {"shards": []}, dacite.Config(strict=True))
+    return replace(manifest, shards=shards)
 
 
 def _entry_or_dict(stored: dict[str, Any]) -> Any:

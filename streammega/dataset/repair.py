@@ -25,17 +25,11 @@ from streammega.dataset.manifest import Manifest, ShardEntry, manifest_url, read
 from streammega.dataset.names import MANIFEST, strip_suffix, without_number
 from streammega.dataset.shard import Shard
 from streammega.dataset.verify import REMOTE_BYTES, ShardCheck, VerifyReport, shards_of
-from streammega.dataset.versions import check_no_version
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, save_bytes
 from streammega.storage.object_ops import exists, move_or_copy
 from streammega.storage.progress import ProgressObserver
-
-MANIFEST_STAYS = (
-    "its manifest never changes, though the tokens do not agree with it. Copy the .idx again from "
-    "where it is whole, or convert again to another name and append that to {prefix}"
-)
 
 
 def repair_index(
@@ -95,8 +89,6 @@ def repair_index(
             )
         progress.advance(1)
     differ = any(index.shard != expected[number] for number, index in rebuilt.items())
-    if differ:
-        check_no_version(name, MANIFEST_STAYS)
     done = []
     progress.begin("writing indices", len(rebuilt), " files")
     for number, index in rebuilt.items():

@@ -1,5 +1,5 @@
-"""From the name of a dataset to its shards: a prefix, a manifest, a version, a folder or a glob, on a
-local disk or in a bucket. The shards know what listings and manifests say of them.
+"""From the name of a dataset to its shards: a prefix, a manifest, a folder or a glob, on a local disk
+or in a bucket. The shards know what listings and manifests say of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from streammega.dataset.names import (
     with_suffix,
 )
 from streammega.dataset.shard import Shard, Version, version_of
-from streammega.dataset.versions import base_name, read_named_manifest
 from streammega.errors import (
     FormatError,
     MissingShardsError,
@@ -127,10 +126,9 @@ def resolve(
 ) -> list[list[Shard]]:
     """The shards of datasets, in order, with what listings and manifests say of them.
 
-    A manifest (`.json`) or a version (`web@2`, `web@2..5`) means the shards that it lists. A folder
-    (a name ending in /) or a glob means all shards in it, in name order; a dataset of the very name
-    comes before a glob. A prefix means its pair, or else the manifest of that name. Many pairs of a
-    bucket are found by listings.
+    A manifest (`.json`) means the shards that it lists. A folder (a name ending in /) or a glob means
+    all shards in it, in name order; a dataset of the very name comes before a glob. A prefix means
+    its pair, or else the manifest of that name. Many pairs of a bucket are found by listings.
 
     Raises ObjectNotFoundError for a folder or glob without shards, MissingShardsError with some of a
     set missing, FormatError, StorageError.
@@ -148,9 +146,8 @@ def resolve(
 
 
 def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | None) -> list[Shard]:
-    stored = read_named_manifest(name, storage)
-    if stored is not None:
-        return _shards_of_manifest(*stored, storage, cache_dir)
+    if name.endswith(".json"):
+        return _shards_of_manifest(read_manifest(name, storage), name, storage, cache_dir)
     matching = _match_remote(name, storage) if is_remote(name) else _match_local(name)
     if matching is None and not name.endswith("/"):
         return _resolve_prefix(name, storage, cache_dir)
@@ -301,7 +298,7 @@ def _list_pairs(
     """
     prefixes = {}
     for name in names:
-        is_prefix = not name.endswith((".json", "/")) and not is_glob(base_name(name))
+        is_prefix = not name.endswith((".json", "/")) and not is_glob(name.rpartition("/")[2])
         if is_remote(name) and is_prefix:
             prefixes[name] = strip_suffix(name)
     objects = _list_objects(list(prefixes.values()), storage)

@@ -30,7 +30,6 @@ from streammega.dataset.names import split_name, strip_suffix, with_suffix
 from streammega.dataset.provenance import ENDING
 from streammega.dataset.resolve import find_pairs
 from streammega.dataset.shard import Shard
-from streammega.dataset.versions import read_named_manifest
 from streammega.errors import (
     FormatError,
     MissingShardsError,
@@ -335,11 +334,10 @@ def shards_of(
     Raises ObjectNotFoundError, StorageError, and FormatError for a damaged manifest that was named
     itself.
     """
-    named = read_named_manifest(name, storage)
-    if named is not None:
-        manifest, url = named
-        return shard_names(manifest, url), manifest
     url = manifest_url(name)
+    if name == url:
+        manifest = read_manifest(url, storage)
+        return shard_names(manifest, url), manifest
     try:
         manifest = read_manifest(url, storage)
     except ObjectNotFoundError:

@@ -229,8 +229,8 @@ class DocumentNames:
 
     @cached_property
     def _same_shards(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """For each shard all places of the blend with the same stored shard: `web` and `./web`, or
-        `web@1` and `web`, have the same documents.
+        """For each shard all places of the blend with the same stored shard: `web` and `./web`
+        have the same documents.
         """
         places_of_url: dict[str, list[tuple[int, int]]] = {}
         for dataset, shards in enumerate(self.all_shards):

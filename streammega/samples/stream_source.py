@@ -382,8 +382,8 @@ def _check_apart(
     prefixes: Sequence[str],
     files: Sequence[Sequence[TokenFile]],
 ) -> None:
-    """Raise ConfigError if datasets of different phases share a file, such as `web@1` and `web@2`:
-    the order would take them for two datasets, and read the file in each phase.
+    """Raise ConfigError if datasets of different phases share a file, such as a folder and a shard in
+    it: the order would take them for two datasets, and read the file in each phase.
 
     Datasets of the same phases may overlap, as in any blend.
     """
@@ -399,8 +399,8 @@ def _check_apart(
             if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
                     f"{other} and {prefix} share the file {url}, "
-                    "so phases would read it twice; use the same name in every phase. For a dataset that "
-                    "grew, keep the old version and add what was appended since, such as web@1..2"
+                    "so phases would read it twice; use the same name in every phase. For data that "
+                    "grew, keep the former name, and add the new shards as another dataset"
                 )
 
 

@@ -313,15 +313,6 @@ def write_again(store: Store, key: str, write: Callable[[], Result]) -> Result:
     return write()
 
 
-def create_on_condition(store: Store, key: str, data: bytes) -> bool:
-    """Write a small object on the condition that it does not exist.
-
-    False if it exists, which may be this one, after a lost answer. Raises UnsupportedOperation
-    where the store or the server has no conditional writes, StorageError.
-    """
-    return _put_if(store, key, data, if_absent=True)
-
-
 def _put_if(
     store: Store, key: str, data: bytes, *, if_absent: bool = False, if_match: str = ""
 ) -> bool:
@@ -345,7 +336,7 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
     written: of several concurrent writes the last one stays. Raises StorageError.
     """
     with suppress(UnsupportedOperation):
-        return create_on_condition(store, key, data)
+        return _put_if(store, key, data, if_absent=True)
     try:
         store.info(key)
     except ObjectNotFoundError:

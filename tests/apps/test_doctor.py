@@ -129,7 +129,7 @@ def test_ranges_answered_with_200_and_no_conditional_writes(tmp_path: Path, exam
     assert code == 0, findings
     assert {"ranges", "conditional writes"} <= set(status_of(findings))
     assert report["storage"]["transport"] == "fsspec"
-    assert "--no-conditional-writes" in findings["conditional writes"]["remedy"]
+    assert "no two conversions" in findings["conditional writes"]["remedy"]
     assert left == ["web.bin", "web.idx"]
 
 

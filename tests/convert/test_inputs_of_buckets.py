@@ -143,7 +143,6 @@ def words_of(option: str, server: S3) -> list[str]:
         "s3://{source}/set/web",
         "s3://{source}/set/web --provenance --max-tokens 1000000",
         "s3://{source}/in --tokenizer bytes --work-dir s3://{target}/work",
-        "s3://{source}/in --tokenizer bytes --append-to s3://{target}/all",
     ],
 )
 def test_inputs_and_output_may_be_of_two_servers(

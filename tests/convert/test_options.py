@@ -14,9 +14,8 @@ import streammega.convert
 from streammega import StorageConfig
 from streammega.cli.main import app
 from streammega.cli.options import format_size, parse_size
-from streammega.convert import ConvertOptions, ConvertReport, ExecutionConfig, convert
+from streammega.convert import ConvertOptions, ExecutionConfig, convert
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 
 ALL: dict[str, dict[str, Any]] = {
     "--tokenizer vocab.json --merges merges.txt": {"tokenizer": "vocab.json,merges.txt"},
@@ -231,24 +230,3 @@ def test_inputs_of_a_list_of_another_scheme_have_the_storage_of_the_environment(
     assert caught["inputs"] == ["gs://corpus/a.jsonl", "gs://corpus/b.jsonl"]
     assert caught["input_storage"] == StorageConfig()
     assert caught["storage"].storage_options == {"key": "K"}
-
-
-def test_what_is_appended_is_the_output_by_its_whole_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = "http://user:password@host/web-day2"
-    appended: list[str] = []
-
-    def append(dataset: str, names: list[str], storage: Any, **_: Any) -> Any:
-        appended.extend(names)
-        raise ConfigError("caught")
-
-    report = ConvertReport(
-        prefix=redact_urls(output), format="bin", shards=1, documents=1, sequences=1, tokens=1,
-        dtype="uint16", vocab_size=1, eod_id=0, text_bytes=1, stored_bytes=2, seconds=1.0,
-    )  # fmt: skip
-    monkeypatch.setattr(streammega.convert, "convert", lambda *_, **_arguments: report)
-    monkeypatch.setattr("streammega.dataset.append.check_can_append", lambda *_: None)
-    monkeypatch.setattr("streammega.dataset.append.append", append)
-    words = ["convert", "in.txt", output, "--append-to", "http://user:password@host/web"]
-    done = CliRunner().invoke(app, words)
-    assert str(done.exception) == "caught", done.output
-    assert appended == [output]

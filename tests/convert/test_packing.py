@@ -35,8 +35,6 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
 from streammega.convert.write.copy import LoadedDocuments, load_documents
 from streammega.convert.write.packing import pack
-from streammega.dataset.append import append
-from streammega.dataset.manifest import read_manifest
 from streammega.dataset.provenance import open_provenance
 from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
@@ -562,26 +560,6 @@ def test_phases_are_of_packed_datasets_of_their_length(packed: str, tmp_path: Pa
     ):
         with pytest.raises(ConfigError, match=match):
             StreamLoader(replace(config, phases=[wrong]), micro_batch_size=4, global_batch_size=8)
-
-
-def test_bins_are_appended_to_bins_of_their_length(
-    documents: list[list[int]], tmp_path: Path
-) -> None:
-    write(str(tmp_path / "in"), documents)
-    settings: dict[str, Any] = {"eod_id": EOD, "shard_bytes": 1 << 20}
-    for name, length in (("web", PACK), ("more", PACK), ("longer", 2 * PACK)):
-        convert([str(tmp_path / "in")], str(tmp_path / name), pack_length=length, **settings)
-    said = [
-        read_manifest(f"{tmp_path}/{name}.manifest.json", StorageConfig())
-        for name in ("web", "more")
-    ]
-    version = append(str(tmp_path / "web"), [str(tmp_path / "more")])
-    assert version.manifest.pack == {
-        "length": PACK,
-        **{name: sum((one.pack or {})[name] for one in said) for name in ("bins", "padding")},
-    }
-    with pytest.raises(ConfigError, match="bin_tokens"):
-        append(str(tmp_path / "web"), [str(tmp_path / "longer")])
 
 
 @pytest.mark.guarantee("resume-splits-blends")

@@ -168,9 +168,9 @@ def test_lines_tell_bytes_rate_and_the_time_that_is_left(monkeypatch: pytest.Mon
 
 def test_lines_tell_of_waiting_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = listen(monkeypatch)
-    with ProgressDisplay("appending", line_every=0.01):
+    with ProgressDisplay("preparing", line_every=0.01):
         assert stderr.written.wait(60)
-    assert stderr.getvalue().startswith("appending: 00:00 so far\n")
+    assert stderr.getvalue().startswith("preparing: 00:00 so far\n")
 
 
 def test_what_is_done_soon_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,6 @@ def test_a_pipe_that_is_waited_for_is_told_of(
         ("convert IN OUT --tokenizer bytes --task merge", "streammega.convert.merge_tasks"),
         ("verify IN", "streammega.dataset.verify.verify"),
         ("verify IN --repair", "streammega.dataset.repair.repair_index"),
-        ("append IN OUT", "streammega.dataset.append.append"),
     ],
 )
 def test_commands_tell_that_they_wait(

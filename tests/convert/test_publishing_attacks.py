@@ -21,9 +21,8 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.write.gc import find_leftovers
-from streammega.dataset.append import append
 from streammega.dataset.verify import verify
-from streammega.errors import AccessDeniedError, ConfigError, ConvertError
+from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage.backends.fsspec import FsspecStore
 from tests.convert.test_publishing import Killed, killed_before, tokens_of
 from tests.support.builders import write_random_pair
@@ -162,26 +161,6 @@ def test_of_two_conversions_to_one_output_the_later_sees_that_it_was_published_m
     assert verify(name).problems == []
     convert(pairs[:1], name, workers=1, shard_bytes=1200, overwrite=True)
     assert tokens_of(f"{name.rpartition('/')[0]}/") == tokens_of(pairs[0])
-
-
-@pytest.mark.parametrize("where", ["remote", "local"])
-def test_a_dataset_that_grows_while_a_conversion_runs_is_not_replaced(
-    tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    root = f"memory://{tmp_path.name}-grows" if where == "remote" else str(tmp_path / "out")
-    for name in ("web", "more"):
-        convert(pairs[:1], f"{root}/{name}", workers=1, eod_id=3)
-    real = Conversion.run
-
-    def run(self: Conversion, **named: Any) -> Any:
-        written = real(self, **named)
-        append(f"{root}/web", [f"{root}/more"], conditional_writes=False)
-        return written
-
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="has versions up to 1"):
-        patch.setattr(Conversion, "run", run)
-        convert(pairs[1:], f"{root}/web", workers=1, overwrite=True, eod_id=3)
-    assert tokens_of(f"{root}/web@1") == 2 * (tokens_of(pairs[0]) or [])
 
 
 def test_one_conversion_at_a_time_whatever_the_work_folders(

@@ -24,7 +24,6 @@ from tests.support.crash_kills import (
 from tests.support.crash_runs import SCHEME, Bucket, Case, Crashes, Scene, quiet, thinned
 from tests.support.crash_scenes import (
     SCENES,
-    Append,
     BucketWork,
     Conversion,
     NodeCaches,
@@ -32,7 +31,7 @@ from tests.support.crash_scenes import (
 )
 from tests.support.servers import S3
 
-KILLED_IN_SHORT = (Append, Conversion, Readers)
+KILLED_IN_SHORT = (Conversion, Readers)
 """In `make test`, a few times each; the others in `make soak`, and all of them by `make crash`."""
 
 

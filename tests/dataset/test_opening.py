@@ -262,6 +262,16 @@ def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(
         DataConfig(blend=["a", "b"], sequence_length=8, order="stream", blend_schedule=schedule)
 
 
+@pytest.mark.parametrize("name", ["web@2", "web@2..5", "web.v00000002"])
+def test_a_name_with_a_number_at_its_end_is_a_name(tmp_path: Path, name: str) -> None:
+    put_dataset(f"{tmp_path}/web", seed=0)
+    put_dataset(f"{tmp_path}/{name}", seed=1)
+    plain, named = (np.asarray(IndexedDataset(f"{tmp_path}/{each}")[0]) for each in ("web", name))
+    assert not np.array_equal(plain, named)
+    assert not verify(f"{tmp_path}/{name}").problems
+    open_in("stream", f"{tmp_path}/{name}", tmp_path)
+
+
 def test_a_name_without_a_folder_has_its_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def _release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.guarantee("later-reads-0-2")
 @pytest.mark.usefixtures("_release")
 @pytest.mark.parametrize("name", DATASETS)
-def test_datasets_and_versions_have_the_same_ids(name: str) -> None:
+def test_datasets_have_the_same_ids(name: str) -> None:
     assert describe_dataset(name) == EXPECTED["datasets"][name]
     assert not verify(name).problems
 

@@ -94,12 +94,9 @@ def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "key"),
     [
         ("convert a.jsonl three --tokenizer bytes", "documents"),
-        ("convert a.jsonl three --tokenizer bytes --append-to one", "appended_to"),
         ("convert a.jsonl three --tokenizer bytes --dry-run", "units"),
         ("convert a.jsonl three --tokenizer bytes --task 0/1", "task"),
         ("ls a.jsonl", "inputs"),
-        ("append one two", "version"),
-        ("versions one", "versions"),
         ("gc one", "files"),
         ("describe one", "documents"),
         ("describe a.jsonl", "input"),

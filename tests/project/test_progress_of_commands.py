@@ -19,7 +19,6 @@ from streammega.apps import view
 from streammega.cli.main import main
 from streammega.cli.progress import ProgressDisplay
 from streammega.convert.work_dir import WorkDir
-from streammega.dataset.append import append
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from tests.support.builders import convert_bytes, put_dataset, write_jsonl, write_run_file
@@ -68,10 +67,9 @@ def show_every_report(patch: pytest.MonkeyPatch) -> list[Stage]:
 def make(folder: Path) -> None:
     """The inputs of all commands below."""
     write_jsonl(folder / "a.jsonl", [{"text": f"a needle {n % 30}"} for n in range(60)])
-    for name in ("web", "more", "broken"):
+    for name in ("web", "broken"):
         convert_bytes(folder / name, folder / "a.jsonl")
     (folder / "broken.idx").unlink()
-    append(str(folder / "grown"), [str(folder / "more")])
     for number in range(3):
         (folder / f"web-gen0123456789{number:02}.bin").write_bytes(b"left")
     for name, seed in (("other", 2), ("run", 1)):
@@ -112,8 +110,6 @@ CASES = {
         f"writing shards: +{METER}B/s",
         f"publishing: +{METER} files",
     ],
-    "convert a.jsonl out --tokenizer bytes --append-to grown": [f"checking shards: +{METER} shards"],
-    "append grown web": [f"checking shards: +{METER} shards"],
     "verify broken --repair --eod-id 256": [
         f"looking at indices: .*, tokens read: +{METER}B/s",
         "looking at indices: +100% 1/1",
@@ -127,7 +123,6 @@ CASES = {
     "describe web": [f"opening: .*, steps: +{METER}"],
     "describe run.toml": [f"opening: .*, steps: +{METER}", "counting"],
     "cat web#0..9 --ids": [f"opening: .*, steps: +{METER}"],
-    "versions grown": ["reading versions: 1"],
     "cache ls cache": ["reading the cache"],
     "cache verify cache": [f"verifying: +{METER}B/s"],
     "cache clear cache": ["removing"],

@@ -8,8 +8,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -289,6 +291,19 @@ class TestLocalStore(StoreContract):
         monkeypatch.setattr(os, "scandir", refuse)
         with pytest.raises(AccessDeniedError, match="folder: Permission denied"):
             store.list(key, recursive)
+
+    def test_of_many_that_create_a_file_one_does(self, store: Store, key: str) -> None:
+        barrier = threading.Barrier(8)
+
+        def create(number: int) -> bool:
+            barrier.wait(60)
+            return create_object(store, key, f"{number}".encode() * 1000)
+
+        with ThreadPoolExecutor(8) as pool:
+            created = list(pool.map(create, range(8)))
+        (winner,) = [number for number, is_first in enumerate(created) if is_first]
+        (path,) = Path(key).parent.iterdir()
+        assert path.read_bytes() == f"{winner}".encode() * 1000
 
     @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
     def test_without_hard_links_there_are_no_conditions_and_objects_are_looked_up(

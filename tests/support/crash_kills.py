@@ -30,8 +30,6 @@ from streammega.train.run_log import METRICS, read_metrics
 from tests.support.crash_disk import Tree, write_tree
 from tests.support.crash_runs import Scene, quiet, stored
 from tests.support.crash_scenes import (
-    Append,
-    BucketAppend,
     BucketCheckpoints,
     BucketConversion,
     BucketOverwrite,
@@ -145,8 +143,8 @@ class TrainedIntoBucket(BucketCheckpoints):
 
 
 KILLED: tuple[type[Scene], ...] = (
-    Conversion, Overwrite, BucketConversion, BucketOverwrite, BucketWork, Merge, Append, BucketAppend,
-    Readers, TrainedSteps, TrainedRanks, TrainedIntoBucket,
+    Conversion, Overwrite, BucketConversion, BucketOverwrite, BucketWork, Merge, Readers,
+    TrainedSteps, TrainedRanks, TrainedIntoBucket,
 )  # fmt: skip
 
 

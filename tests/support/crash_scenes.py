@@ -16,9 +16,7 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.convert import convert
 from streammega.convert.work_dir import REMOVED
 from streammega.convert.write.destination import CLAIM, PROBE
-from streammega.dataset.append import append
 from streammega.dataset.verify import verify
-from streammega.dataset.versions import read_newest
 from streammega.errors import StreammegaError
 from streammega.storage.cache import cache_folder
 from streammega.train.checkpoints import lock as checkpoint_lock
@@ -180,47 +178,6 @@ class Merge(Scene):
         return files_below(self.disk)
 
 
-class Append(Scene):
-    """Two datasets are appended to a third, one after the other."""
-
-    is_checksummed = False
-    is_remote = False
-
-    @property
-    def root(self) -> str:
-        return f"{self.bucket_url}grows" if self.is_remote else str(self.disk)
-
-    def prepare(self) -> None:
-        self.tokens: list[Any] = [None]
-        for number, name in enumerate("ab"):
-            write_random_pair(str(self.folder / name), 30, 40, seed=number)
-            convert([str(self.folder / name)], f"{self.root}/{name}", workers=1)
-            read = tokens_of(str(self.folder / name))
-            self.tokens.append([*(self.tokens[-1] or []), *(read or [])])
-
-    def run(self) -> None:
-        for number, name in enumerate("ab"):
-            append(f"{self.root}/all", [f"{self.root}/{name}"])
-            self.promise(number + 1)
-
-    def check(self, promised: Any, *, has_lied: bool = False) -> None:
-        newest = read_newest(f"{self.root}/all", StorageConfig())
-        number = 0 if newest is None else newest.number
-        assert number >= (promised or 0)
-        for version in range(1, number + 1):
-            assert tokens_of(f"{self.root}/all@{version}") == self.tokens[version]
-
-    def result(self) -> Any:
-        assert tokens_of(f"{self.root}/all@2") == self.tokens[-1]
-        return dict(self.bucket.objects) if self.is_remote else files_below(self.disk)
-
-
-class BucketAppend(Append):
-    """The same in a bucket."""
-
-    is_remote = True
-
-
 class NodeCaches(Scene):
     """A run reads objects of a bucket through the caches of its node: copies of `.idx`, pages, and
     the arrays of Megatron's order, which it publishes for other nodes.
@@ -351,6 +308,6 @@ class BucketCheckpoints(Checkpoints):
 
 
 SCENES: tuple[type[Scene], ...] = (
-    Conversion, Overwrite, BucketConversion, BucketOverwrite, BucketWork, Merge, Append, BucketAppend,
-    NodeCaches, Checkpoints, BucketCheckpoints,
+    Conversion, Overwrite, BucketConversion, BucketOverwrite, BucketWork, Merge, NodeCaches,
+    Checkpoints, BucketCheckpoints,
 )  # fmt: skip

@@ -27,7 +27,7 @@ from streammega.dataset.idx import (
     parse_header,
     parse_index,
 )
-from streammega.dataset.manifest import Manifest, Parent, ShardEntry, check_counts, read_manifest
+from streammega.dataset.manifest import Manifest, ShardEntry, check_counts, read_manifest
 from streammega.dataset.names import SUFFIXES, Kind
 from streammega.dataset.provenance import (
     DocumentOrigin,
@@ -35,7 +35,6 @@ from streammega.dataset.provenance import (
     ProvenanceWriter,
     collect_origins,
 )
-from streammega.dataset.versions import read_named_manifest, versions
 from streammega.errors import StreammegaError
 from streammega.order import state
 from streammega.storage import open_store
@@ -253,28 +252,6 @@ def manifest_target(folder: Path) -> Target:
                 dataset.bin_offsets()
 
     return Target(run, [manifest.to_json(), plain.to_json()], is_json=True)
-
-
-def version_target(folder: Path) -> Target:
-    """The manifest of version 3, which builds on a sound version 2."""
-    manifest = _manifest(folder)
-    (folder / "web.v00000002.manifest.json").write_bytes(manifest.to_json())
-    digest = read_digest(folder / "web.v00000002.manifest.json")
-    two = manifest.with_shards(manifest.shards * 2)
-    child = two.to_json(Parent(number=2, shards=1, digest=digest))
-
-    def run(data: bytes) -> None:
-        with stored_in(folder, ".manifest.json", data, "web.v00000003"):
-            versions(str(folder / "web"), STORAGE)
-            for name in ("web@3", "web@2..3"):
-                assert read_named_manifest(str(folder / name), STORAGE) is not None
-
-    return Target(run, [child, two.to_json()], is_json=True)
-
-
-def read_digest(path: Path) -> str:
-    """The digest of a manifest, as versions that build on it name it."""
-    return str(xxhash.xxh3_128_hexdigest(path.read_bytes()))
 
 
 def provenance_target(folder: Path) -> Target:

@@ -15,7 +15,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "tar-shard": partial(stored.shard_target, kind="tar"),
     "zstd": stored.zstd_target,
     "manifest": stored.manifest_target,
-    "version": stored.version_target,
     "provenance": stored.provenance_target,
     "array": stored.array_target,
     "state": stored.state_target,

@@ -32,14 +32,13 @@ from streammega import (
     StreamLoader,
 )
 from streammega.convert import convert
-from streammega.dataset.append import append
 from streammega.integrations.webdataset import TextStream
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig
 from streammega.train.run_log import read_metrics
 
 FOLDER = Path(__file__).parent / "release_0_2"
 DIGEST = FOLDER.with_suffix(".sha256")
-DATASETS = ("web", "web@1", "code", "chat", "bins")
+DATASETS = ("web", "web-more", "code", "chat", "bins")
 SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "data.storage": StorageConfig,
@@ -48,7 +47,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
 }
 REQUIRED: dict[str, dict[str, Any]] = {
-    "data": {"blend": ["web@1"], "sequence_length": 16, "order": "stream", "seed": 3},
+    "data": {"blend": ["web"], "sequence_length": 16, "order": "stream", "seed": 3},
     "model": {"vocab_size": 257, "dim": 4, "layers": 1, "heads": 2},
     "train": {
         "train_iters": 4,
@@ -76,17 +75,17 @@ def config(blend: Any, **settings: Any) -> DataConfig:
 LANES: dict[str, Any] = {"order": "stream", "shuffle_lanes": 4, "shuffle_block_bytes": 64}
 CONFIGS: dict[str, Callable[[], DataConfig]] = {
     "megatron": lambda: config(
-        [("web@1", 0.7), ("code", 0.3)], num_samples=(60, 10, 0), split="90,10,0"
+        [("web", 0.7), ("code", 0.3)], num_samples=(60, 10, 0), split="90,10,0"
     ),
     "sequential": lambda: config(["code"], order="sequential"),
-    "stream": lambda: config([("web@1", 0.7), ("code", 0.3)], **LANES),
+    "stream": lambda: config([("web", 0.7), ("code", 0.3)], **LANES),
     "many datasets": lambda: config([("web", 1 + n) for n in range(40)], **LANES),
     "phases": lambda: config(
         [("web", 0.5), ("code", 0.5)],
         eod_id=256,
         **LANES,
         phases=[
-            PhaseConfig(first_sample=8, blend=["web", "web@0..1"], sequence_length=8),
+            PhaseConfig(first_sample=8, blend=["web", "web-more"], sequence_length=8),
             PhaseConfig(
                 first_sample=32, global_batch_size=8, shuffle_lanes=8, exclude_documents=("code#1",)
             ),
@@ -175,7 +174,6 @@ def write_datasets() -> None:
     bytes_of: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
     convert(records("first", 24), "web", provenance=True, shard_bytes=500, **bytes_of)
     convert(records("second", 8), "web-more", provenance=True, **bytes_of)
-    append("web", ["web-more"])
     convert(records("third", 20), "code", format="zst", shuffle_seed=1, **bytes_of)
     convert("third.jsonl", "bins", pack_length=64, **bytes_of)
     turns = [
