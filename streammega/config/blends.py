@@ -134,7 +134,7 @@ def _is_number(text: str) -> bool:
 
 def check_schedule(schedule: Any, blend: Blend | None, order: Order) -> None:
     """Raise ConfigError for a malformed blend_schedule, or one that does not fit the blend."""
-    if ORDERS[order].datasets_at_phase != "continue" or blend is None:
+    if not ORDERS[order].has_phases or blend is None:
         raise ConfigError("blend_schedule belongs to the stream order and a blend")
     prefixes, _ = parse_blend(blend)
     try:

@@ -213,10 +213,9 @@ class DataConfig(FieldsConfig):
     the weights of the blend, in every split. Entries past the cursor of a run may still be changed.
     """
     phases: Sequence[PhaseConfig] = ()
-    """Changes in the middle of training, in the order of `first_sample`. The settings above are the
-    first phase. In the stream order phases past the cursor of a run may still be changed, and more may
-    be appended. In the Megatron order each is a run of its own, as with Megatron's phase transitions:
-    docs/phases.md.
+    """Stream order: changes in the middle of training, in the order of `first_sample`. The settings
+    above are the first phase. Phases past the cursor of a run may still be changed, and more may be
+    added: docs/phases.md.
     """
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
@@ -430,7 +429,7 @@ class DataConfig(FieldsConfig):
             check_phases(self.phases, self.order, self.blend_schedule)
 
     def _check_joins(self) -> None:
-        if self.sample_joins != "keep" and ORDERS[self.order].datasets_at_phase != "continue":
+        if self.sample_joins != "keep" and not ORDERS[self.order].has_phases:
             raise ConfigError(
                 'sample_joins has an effect only in phases, which need order="stream"; set it, or leave '
                 "sample_joins out"

@@ -23,11 +23,8 @@ class OrderFeatures(NamedTuple):
     """
     has_lanes: bool
     """Whether shuffle_lanes of the config, or of a state, are part of the order."""
-    datasets_at_phase: Literal["continue", "restart"] | None
-    """What a phase does with the datasets of the one before. `continue`: they go on where they were,
-    so blend_schedule and sample_joins work too. `restart`: each phase is a run of its own, as
-    with Megatron's phase transitions. None: phases are refused.
-    """
+    has_phases: bool
+    """Whether a run may change in phases, in which datasets go on where they were."""
     has_contiguous_ranks: bool
     """Whether a micro-batch of a rank is consecutive samples, as Megatron's sampler takes them. Else
     it is every dp_size-th sample, so that ranks own lanes.
@@ -45,7 +42,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=True,
         has_indices=True,
         has_lanes=False,
-        datasets_at_phase="restart",
+        has_phases=False,
         has_contiguous_ranks=True,
         omits_plain_fields=False,
     ),
@@ -55,7 +52,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=False,
         has_indices=False,
         has_lanes=True,
-        datasets_at_phase="continue",
+        has_phases=True,
         has_contiguous_ranks=False,
         omits_plain_fields=True,
     ),
@@ -65,7 +62,7 @@ ORDERS: Mapping[Order, OrderFeatures] = {
         needs_num_samples=False,
         has_indices=True,
         has_lanes=False,
-        datasets_at_phase=None,
+        has_phases=False,
         has_contiguous_ranks=False,
         omits_plain_fields=False,
     ),

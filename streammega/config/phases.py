@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
@@ -205,10 +205,10 @@ def check_phases(
     A phase at a step or token has first_sample 0 here and is not compared. `resolve_phase_starts`
     later gives it its sample and makes another config, which calls this again.
     """
-    if ORDERS[order].datasets_at_phase is None:
+    if not ORDERS[order].has_phases:
         raise ConfigError(
-            'phases belong to the stream order and to that of Megatron: set order="stream" or '
-            'order="megatron"'
+            'phases belong to the stream order: set order="stream". In Megatron-LM its own '
+            "--phase-transition-iterations ends a run, and begins another one"
         )
     first_before = 0
     for number, phase in enumerate(phases, 1):
@@ -222,8 +222,6 @@ def check_phases(
                 f"phase {number} begins at sample {phase.first_sample}, and the one before it "
                 f"at {first_before}; phases stand in the order of their first samples"
             )
-        if ORDERS[order].datasets_at_phase == "restart":
-            _check_megatron_phase(number, phase)
         first_before = max(first_before, phase.first_sample)
     _check_segments_before(phases[0].first_sample, schedule)
 
@@ -237,21 +235,4 @@ def _check_segments_before(
             raise ConfigError(
                 f"blend_schedule has a segment from sample {start} on, where the phase from "
                 f"{first_of_phases} on holds; give its weights to a phase"
-            )
-
-
-_MEGATRON_SETTINGS = {
-    *("first_sample", "first_step", "first_token", "blend", "sequence_length", "exclude_documents")
-}
-"""What a phase of the Megatron order may set, as with `--phase-transition-iterations`."""
-
-
-def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
-    """Raise ConfigError for settings that Megatron's phase transitions do not change."""
-    for item in fields(phase):
-        if item.name not in _MEGATRON_SETTINGS and getattr(phase, item.name) not in (None, ()):
-            raise ConfigError(
-                f"phase {number} sets {item.name}, which is of the stream order; in that of Megatron all "
-                "phases have one batch size and begin their datasets again, as with "
-                '--phase-transition-iterations: leave it out, or set order="stream"'
             )

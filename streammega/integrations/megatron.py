@@ -283,7 +283,7 @@ def datasets_of(
     blends = read_blends(args, storage)
     config = data_config(args, tokenizer, num_samples, storage=storage, blends=blends, **options)
     transitions = getattr(args, "phase_transition_iterations", None)
-    if transitions and ORDERS[config.order].datasets_at_phase == "continue":
+    if transitions and ORDERS[config.order].has_phases:
         raise ConfigError(
             "--phase-transition-iterations counts samples from the beginning of a phase, so the "
             f'{config.order} order would restart there; use order="megatron", or leave it out'

@@ -180,7 +180,7 @@ class MicroSteps:
 
     def _size_change_hint(self) -> str:
         """How a config sets another batch size from a sample on, as the end of a message."""
-        if ORDERS[self.config.order].datasets_at_phase != "continue" or self.split != "train":
+        if not ORDERS[self.config.order].has_phases or self.split != "train":
             return ""
         return (
             "; for batches of another size from a checkpoint on, keep the former global_batch_size "

@@ -64,8 +64,8 @@ def build_split(
     opened = {} if opened is None else opened
     if len(config.segments(split)) > 1:
         raise ConfigError(
-            f"{split} has phases, which are datasets of their own: read them by a StreamLoader, or "
-            "build each by a config without phases"
+            f"{split} has phases, which are of the stream order: read them by a StreamLoader, or build "
+            "datasets by a config without phases"
         )
     # all of it once, however many samples are asked for
     if split == "valid" and config.full_validation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,8 @@ from streammega.kernels import num_threads
 from streammega.order import Extents
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
-from streammega.samples.build import SplitDataset, build_datasets, build_split
+from streammega.samples.build import build_datasets, build_split
 from streammega.samples.gpt import GPTDataset, shared_folder
-from streammega.samples.megatron_source import build_phases, open_megatron_segments
 from streammega.samples.source import SampleSource
 from streammega.samples.stream_source import StreamSource
 
@@ -43,8 +42,6 @@ def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> Samp
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
-    if num_samples is not None and len(config.segments(split)) > 1:
-        return open_megatron_segments(config, split, num_samples)
     samples = build_split(config, split, num_samples)
     if isinstance(samples, list):
         raise ConfigError(
@@ -123,7 +120,7 @@ def datasets_with_indices(config: DataConfig) -> list[GPTDataset]:
     datasets: list[GPTDataset] = []
     if not ORDERS[config.order].has_indices:
         return datasets
-    for split in _built(config):
+    for split in build_datasets(config):
         several = split if isinstance(split, list) else [split]
         for samples in several:
             if samples is None:
@@ -145,16 +142,6 @@ def build_indices(datasets: Sequence[GPTDataset]) -> Iterator[Prepared]:
     finally:
         # After an error or Ctrl-C nothing more begins, and what is under way is not waited for.
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _built(config: DataConfig) -> list[SplitDataset | None]:
-    """The datasets of all splits; for training in phases, those of each phase."""
-    if not config.phases:
-        return list(build_datasets(config))
-    train, valid, test = config.num_samples or (0, 0, 0)
-    phases = build_phases(config, "train", train)
-    others = build_datasets(replace(config, phases=()), (0, valid, test))
-    return [*phases, *others]
 
 
 def _prepare_one(dataset: GPTDataset) -> Prepared:

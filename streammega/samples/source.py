@@ -40,8 +40,6 @@ from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_m
 Integers = NDArray[np.int64]
 Span = tuple[int, int]
 """Samples [start, stop)."""
-IDENTITY_OF_RUN = ("order", "order_version", "split", "seed", "add_extra_token", "drop_last")
-"""The entries of an identity that are the same in every segment."""
 
 
 class SegmentSource(ABC):
@@ -87,10 +85,10 @@ class SegmentSource(ABC):
         """What spans of samples take from each of its datasets: USAGE [datasets]."""
 
     def later_identity(self) -> dict[str, Any]:
-        """What defines a later segment: its identity without what all segments share."""
-        identity = self.identity()
-        changing = {name: identity[name] for name in identity if name not in IDENTITY_OF_RUN}
-        return {"first_sample": self.first_sample} | changing
+        """What defines a later segment, of an order with phases: its identity without what all segments
+        share.
+        """
+        raise NotImplementedError
 
     @property
     def lanes(self) -> int:

@@ -1,4 +1,4 @@
-"""Phases of the Megatron order against Megatron's own `--phase-transition-iterations`: its counts, its
+"""The provider against Megatron's own `--phase-transition-iterations`: its counts, its
 samplers and its datasets, over whole runs that end at a transition and begin again there.
 
 `megatron.training` of core 0.19 and newer has them, for Python 3.12 and newer.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streammega import DataConfig, PhaseConfig, StreamLoader
 from streammega.integrations.megatron import datasets_provider
 from tests.integrations.test_megatron_provider import (
     FIELDS,
@@ -200,63 +198,6 @@ def test_the_provider_gives_megatrons_micro_batches_in_every_phase(
         for batch in theirs:
             assert equal(next(ours), batch)
         ours.iterable.close()
-
-
-def config_of(run: Run, folder: Path) -> DataConfig:
-    """The same run as one config in phases."""
-    first, *others = run.phases
-    later = [
-        PhaseConfig(
-            first_sample=start * BATCH,
-            blend=phase["data_path"],
-            sequence_length=phase["seq_length"],
-        )
-        for start, phase in zip(run.transitions, others, strict=True)
-    ]
-    return DataConfig(
-        blend=first["data_path"],
-        split=first["split"],
-        seed=first["seed"],
-        sequence_length=first["seq_length"],
-        eod_id=tokenizer().eod,
-        num_samples=(run.iterations * BATCH, 0, 0),
-        phases=later,
-        index_cache_dir=folder,
-    )
-
-
-@pytest.mark.guarantee("phase-transition-iterations")
-@pytest.mark.parametrize("number", NUMBERS)
-def test_phases_of_a_config_are_the_runs_that_megatron_makes_of_them(
-    number: int, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = random_run(number, tmp_path)
-    config = config_of(run, tmp_path / "ours")
-    state = None
-    reached = 0
-    while reached < run.iterations:
-        # each phase by other ranks, and in two parts: a resume in its middle and one at its end
-        dp_size = (1, 2, 4)[reached % 3]
-        micro = (1, 2)[reached % 2]
-        _, end = run.bounds(reached)
-        stop = reached + max(1, (end - reached) // 2)
-        for rank in range(dp_size):
-            theirs = their_phase(monkeypatch, run, reached, micro, (rank, dp_size))
-            with StreamLoader(
-                config,
-                micro_batch_size=micro,
-                global_batch_size=BATCH,
-                dp_rank=rank,
-                dp_size=dp_size,
-            ) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                wanted = islice(theirs, (stop - reached) * BATCH // (micro * dp_size))
-                assert all(equal(loader.take(), batch) for batch in wanted)
-                after = loader.state_dict()
-        state = after
-        reached = stop
-        assert state["consumed_samples"] == reached * BATCH
 
 
 @pytest.mark.guarantee("phase-transition-iterations")

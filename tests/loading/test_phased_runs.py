@@ -550,7 +550,8 @@ def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "sequential"}, 'set order="stream" or order="megatron"'),
+        ({"order": "sequential"}, 'phases belong to the stream order: set order="stream"'),
+        ({"order": "megatron"}, 'phases belong to the stream order: set order="stream"'),
         ({"phases": [{"first_sample": 9}]}, "it must be a PhaseConfig, such as"),
         (
             {"phases": [PhaseConfig(first_sample=9), PhaseConfig(first_sample=9)]},
@@ -562,6 +563,11 @@ def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> N
 def test_phases_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config_of("data"), **options)
+
+
+def test_datasets_of_phases_are_not_built_as_one(data: Path) -> None:
+    with pytest.raises(ConfigError, match="train has phases, which are of the stream order"):
+        streammega.build_datasets(config_of(data))
 
 
 def test_a_phase_says_what_is_wrong_with_it(data: Path) -> None:

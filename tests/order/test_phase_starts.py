@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from streammega import DataConfig, PhaseConfig, StreamingDataset, locate
 from streammega.errors import ConfigError, StateError
 from streammega.order.schedule import resolve_phase_starts
-from streammega.samples.open import prepare
 
 LENGTH = 4
 SIZES = (2, 3, 6)
@@ -147,8 +146,6 @@ def test_a_phase_says_once_where_it_begins() -> None:
         resolve_phase_starts(config, 6)
     with pytest.raises(ConfigError, match="only batch sizes say"):
         locate(config, [0])
-    with pytest.raises(ConfigError, match="only batch sizes say"):
-        list(prepare(replace(config, order="megatron", shuffle_lanes=None, num_samples=(48, 0, 0))))
     scheduled = config_of(PhaseConfig(first_step=4), blend_schedule=[(30, [1.0])])
     with pytest.raises(ConfigError, match="where the phase from 18 on holds"):
         resolve_phase_starts(scheduled, 6)

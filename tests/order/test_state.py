@@ -255,10 +255,13 @@ OF_EVERY_ORDER: dict[str, Any] = {
     "split": "60,20,20",
     "seed": 5,
     "add_extra_token": False,
-    "phases": [PhaseConfig(first_sample=8, sequence_length=32)],
 }
 OF_AN_ORDER: dict[Order, dict[str, Any]] = {
-    "stream": {"shuffle_lanes": 32, "shuffle_block_bytes": 512},
+    "stream": {
+        "shuffle_lanes": 32,
+        "shuffle_block_bytes": 512,
+        "phases": [PhaseConfig(first_sample=8, sequence_length=32)],
+    },
     "megatron": {"num_samples": (48, 0, 0), "mid_level_dataset_surplus": 0.3},
     "sequential": {"num_samples": (48, 0, 0)},
 }
@@ -296,8 +299,6 @@ def test_of_every_setting_it_is_said_whether_a_resume_may_change_it() -> None:
 def test_a_state_notices_every_setting_that_chooses_tokens(
     order: Order, name: str, tmp_path: Path
 ) -> None:
-    if name == "phases" and ORDERS[order].datasets_at_phase is None:
-        return
     config = DataConfig(
         blend=[(WEB, 0.7), (CODE, 0.3)],
         sequence_length=16,

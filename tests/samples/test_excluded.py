@@ -505,16 +505,15 @@ def test_workers_and_a_blend_by_index_see_the_same(corpus: tuple[Path, Documents
 
 
 @pytest.mark.guarantee("excluded-documents-columns")
-@pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_lists_of_phases_go_by_the_samples_of_the_whole_stream(
-    corpus: tuple[Path, Documents], order: str
+    corpus: tuple[Path, Documents],
 ) -> None:
     root, documents = corpus
     phases = [
         PhaseConfig(first_sample=48, blend=[f"{root}/code"], exclude_documents=["code#7"]),
         PhaseConfig(first_sample=96, blend=[f"{root}/web/"], exclude_documents=named(root)),
     ]
-    config = config_of(root, order, phases=phases, num_samples=(180, 0, 0))
+    config = config_of(root, phases=phases, num_samples=(180, 0, 0))
     since = since_of(root, 96) | {(f"{root}/code", 7): 48}
     oracle = Oracle(config, documents, since)
     found, _ = read(config, 2, 3, 180)

@@ -50,13 +50,6 @@ out_dir = "runs/one"
 """
 
 
-def megatron_run() -> str:
-    """The same run as far as the Megatron order has it."""
-    lines = RUN.replace("stream", "megatron").splitlines()
-    own = ("lanes", "restart", "shuffle_block_bytes", "global_batch_size = 16", "exclude_samples")
-    return "\n".join(line for line in lines if not line.startswith(own))
-
-
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -149,23 +142,18 @@ def test_a_blend_schedule_is_in_the_shares(
 
 
 @pytest.mark.guarantee("describe-order-report")
-@pytest.mark.parametrize("order", ["stream", "megatron"])
 def test_an_order_is_measured_in_every_phase(
-    run_file: str, capsys: pytest.CaptureFixture[str], order: str
+    run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if order == "megatron":
-        Path(run_file).write_text(megatron_run())
     arguments = ["order-report", run_file, "--ranks", "4", "--steps", "10"]
     printed_report = printed(capsys, *arguments, "--json")
     assert printed_report["ranks"] == 4
     reports = printed_report["phases"]
     assert [report["phase"] for report in reports] == [0, 1, 2, 3]
     assert [report["first_sample"] for report in reports] == [0, 160, 400, 640]
-    batches = [8, 8, 16, 16] if order == "stream" else [8] * 4
-    assert [report["samples"] for report in reports] == [10 * size for size in batches]
-    assert ["blend" in report for report in reports] == [order == "stream"] * 4
+    assert [report["samples"] for report in reports] == [80, 80, 160, 160]
     # ten steps are some rows of each lane, which keep to the shares
-    drifts = [report.get("blend", {}).get("most_samples_from_its_target", 0) for report in reports]
+    drifts = [report["blend"]["most_samples_from_its_target"] for report in reports]
     assert max(drifts) < 16
     assert main(arguments) == 0
     assert "phase 3, first_sample 640, samples " in capsys.readouterr().out
@@ -214,20 +202,6 @@ def test_options_that_would_be_passed_over_are_refused(
         capsys.readouterr()
         assert main(command) == 1
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.guarantee("describe-order-report")
-def test_phases_of_the_megatron_order_are_counted_too(
-    run_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(run_file).write_text(megatron_run())
-    report = printed(capsys, "describe", run_file, "--json")
-    provenance = Provenance(data_of(load_run(run_file), "train"), "train", 8)
-    assert len(report["phases"]) == 4
-    for phase in report["phases"]:
-        ids = np.arange(phase["first_sample"], phase["stop"])
-        found = {entry["dataset"]: entry["samples"] for entry in phase["datasets"]}
-        assert found == scanned(provenance, ids)
 
 
 @pytest.mark.guarantee("trace-tells-phase")
