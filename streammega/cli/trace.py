@@ -388,8 +388,7 @@ def trace_report(
                     columns = slice(part.column, part.column + part.stop - part.start)
                     entry["text"] = decode(stored[row, columns].tolist())
                 runs.append(entry)
-            joins = {"joins": list(sample.joins)} if sample.joins else {}
-            listed.append({**run.place(sample.sample), **joins, "runs": runs})
+            listed.append({**run.place(sample.sample), "runs": runs})
         progress.advance(len(ids))
     return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
 

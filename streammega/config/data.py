@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from streammega.config.blends import Blend, check_schedule, parse_blend
 from streammega.config.orders import ORDERS, Order
@@ -188,7 +188,6 @@ class DataConfig(FieldsConfig):
         "surplus": "mid_level_dataset_surplus",
         "lanes": "shuffle_lanes",
         "block_bytes": "shuffle_block_bytes",
-        "seams": "sample_joins",
         "loss_from_modes": "mask_loss_by_mode",
         "mix_tokenizers": "allow_mixed_tokenizers",
         "skip_documents": "exclude_documents",
@@ -279,12 +278,6 @@ class DataConfig(FieldsConfig):
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/phases.md.
     """
-    sample_joins: Literal["keep", "mask_loss", "separate"] = "keep"
-    """Stream order: what to do where a sample joins several runs of tokens, as some do after a phase
-    has changed their length. `keep`: nothing; `mask_loss`: no loss on the label across a join;
-    `separate`: also end a document there, which needs reset_attention_mask or reset_position_ids.
-    StreamingDataset.sample_joins says where the joins are.
-    """
     balance_attention_cost: bool = False
     """Distribute the samples of a global batch over ranks and micro-batches so that attention over
     their documents costs each the same, by the lengths in the `.idx`. Needs reset_attention_mask or
@@ -312,7 +305,6 @@ class DataConfig(FieldsConfig):
         super().__post_init__()
         object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
         self._check_blends()
-        self._check_joins()
         if self.inter_document_masking:
             self._check_masking()
         if self.balance_attention_cost and not self.documents_are_apart:
@@ -346,7 +338,6 @@ class DataConfig(FieldsConfig):
         may_mask = (
             self.eod_mask_loss
             or self.effective_pad_id >= 0
-            or self.sample_joins != "keep"
             or not self.add_extra_token
             or bool(self.exclusions_of("train"))
         )
@@ -354,8 +345,6 @@ class DataConfig(FieldsConfig):
 
     def _check_all_is_learned(self) -> None:
         super()._check_all_is_learned()
-        if self.sample_joins != "keep":
-            raise ConfigError(NO_MASK.format("sample_joins"))
         if not self.add_extra_token:
             raise ConfigError(NO_MASK.format("add_extra_token=False"))
 
@@ -427,20 +416,6 @@ class DataConfig(FieldsConfig):
             check_schedule(self.blend_schedule, self.blend, self.order)
         if self.phases:
             check_phases(self.phases, self.order, self.blend_schedule)
-
-    def _check_joins(self) -> None:
-        if self.sample_joins != "keep" and not ORDERS[self.order].has_phases:
-            raise ConfigError(
-                'sample_joins has an effect only in phases, which need order="stream"; set it, or leave '
-                "sample_joins out"
-            )
-        if self.sample_joins == "separate" and not (
-            self.reset_attention_mask or self.reset_position_ids
-        ):
-            raise ConfigError(
-                'sample_joins="separate" ends documents for reset_attention_mask and reset_position_ids, and '
-                'neither is set; set one of them, or sample_joins="mask_loss", which has no loss there'
-            )
 
     def _check_masking(self) -> None:
         by_eod_id = ("reset_attention_mask", "reset_position_ids", "create_attention_mask")

@@ -21,7 +21,6 @@ from streammega.loading.planner import GatherGroup, Integers
 from streammega.loading.read_plan import ReadPlan
 from streammega.samples.derived_fields import Allocate, Batch, Samples, make_fields, torch_dtype
 from streammega.samples.excluded import ExclusionMask
-from streammega.samples.loss_masks import SampleJoins, joins_between, joins_of_config
 from streammega.samples.packed import are_packed
 from streammega.samples.source import field_names, masks_by_files
 from streammega.samples.token_file import Runs, clear_by_modes
@@ -37,16 +36,15 @@ class ReadyGroup:
     """Gathered micro-batches: their positions, their ids, and all that their fields are made from.
 
     ids: [samples, width] in the stored dtype. valid: int64 [samples], the number of ids of each sample.
-    learned: bool [samples, width], whether an id has a loss; None: all have. joins: of the samples,
-    where the config asks for them. dataset_id: of each sample. row_splits: sample i consists
-    of rows [row_splits[i], row_splits[i + 1]). size: the tokens of each row.
+    learned: bool [samples, width], whether an id has a loss; None: all have. dataset_id: of each sample.
+    row_splits: sample i consists of rows [row_splits[i], row_splits[i + 1]). size: the tokens of each
+    row.
     """
 
     consumed: list[int]
     ids: Tensor
     valid: Tensor
     learned: Tensor | None
-    joins: SampleJoins | None
     row_splits: Integers
     size: Integers
     dataset_id: Integers
@@ -94,22 +92,11 @@ class Gatherer:
         if excluded is not None:
             assert self._config.eod_id is not None
             excluded.overwrite(ids.numpy(), self._config.eod_id)
-        joins = None
-        if self._config.sample_joins != "keep":
-            all_joins = joins_between(
-                np.diff(group.row_splits),
-                window.file[rows],
-                window.start[rows],
-                window.size[rows],
-                window.column[rows],
-            )
-            joins = joins_of_config(all_joins, self._config)
         return ReadyGroup(
             consumed=group.consumed,
             ids=ids,
             valid=valid,
             learned=self._learned(group, excluded) if self._has_learned else None,
-            joins=joins,
             row_splits=group.row_splits - rows.start,
             size=window.size[rows],
             dataset_id=self._datasets_of(group),
@@ -222,15 +209,6 @@ class Assembler:
 
     def _samples(self, group: ReadyGroup, chosen: slice) -> Samples:
         """The chosen samples of a group, as `make_fields` takes them."""
-        joins = None
-        if group.joins is not None:
-            low, high = np.searchsorted(group.joins.sample, [chosen.start, chosen.stop])
-            if low < high:
-                joins = SampleJoins(
-                    sample=group.joins.sample[low:high] - chosen.start,
-                    column=group.joins.column[low:high],
-                    separate=group.joins.separate,
-                )
         pieces = None
         if self._config.inter_document_masking:
             splits = group.row_splits[chosen.start : chosen.stop + 1]
@@ -239,7 +217,6 @@ class Assembler:
             ids=group.ids[chosen].numpy(),
             valid=group.valid[chosen].numpy(),
             learned=None if group.learned is None else group.learned[chosen].numpy(),
-            joins=joins,
             pieces=pieces,
             dataset_id=group.dataset_id[chosen] if self._config.return_dataset_ids else None,
         )

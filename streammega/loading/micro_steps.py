@@ -26,7 +26,6 @@ from streammega.order.sharding import balanced_places, check_resume, rank_sample
 from streammega.order.state import make_state
 from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import NO_JOINS, SampleJoins
 from streammega.samples.segments import prefixes_of
 from streammega.samples.source import (
     SampleSource,
@@ -34,7 +33,6 @@ from streammega.samples.source import (
     all_files,
     file_of_rows,
     first_datasets,
-    joins_of,
 )
 from streammega.samples.token_file import open_indices, tokenizer_origin
 
@@ -270,16 +268,6 @@ class MicroSteps:
             # would leave the loader to the garbage collector
             error.__traceback__ = None
             raise FormatError(f"{origin}: {error}") from None
-
-    def sample_joins(self, consumed: int) -> SampleJoins:
-        """Where two runs of tokens meet within a sample of the micro-batch at `consumed`.
-
-        The order alone says it: this reads no token.
-        """
-        segment = self.samples.segment_at(consumed)
-        if not segment.has_remainders:
-            return NO_JOINS
-        return joins_of(segment.files, segment.locate(self.sample_ids(consumed)))
 
     def parts(self, start: int) -> Iterator[range]:
         """The micro-steps from `start` on, as ranges between the excluded samples."""

@@ -33,7 +33,6 @@ from streammega.loading.worker_transfer import (
 from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import SampleJoins
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
 from streammega.samples.source import SampleSource, check_fields, first_datasets
@@ -185,16 +184,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         sample_ids = self.sample_ids(consumed)
         extents = self.samples.locate(sample_ids.reshape(-1))
         return first_datasets(extents).reshape(sample_ids.shape)
-
-    def sample_joins(self, consumed: int) -> SampleJoins:
-        """Where two runs of tokens meet within a sample of the micro-batch in the micro-step at
-        `consumed`.
-
-        Arrays: `sample`, the row in the micro-batch, and `column`, the first token of the second run.
-        Joins occur only after a phase that changes the length or lanes. The order alone says where:
-        this reads no token.
-        """
-        return self.steps.sample_joins(consumed)
 
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""

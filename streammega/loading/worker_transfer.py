@@ -92,7 +92,6 @@ def fields_follow_from_ids(steps: MicroSteps) -> bool:
         return False
     if "loss_mask" in names and (
         config.eod_mask_loss
-        or config.sample_joins != "keep"
         or not config.add_extra_token
         or masks_by_files(steps.samples)
         or are_packed(all_files(steps.samples.files))

@@ -24,7 +24,6 @@ from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, ran
 from streammega.parallel.groups import Ranks, has_cpu_backend
 from streammega.samples.derived_fields import check_ids, check_mask_is_there, torch_dtype
 from streammega.samples.fields import Batch
-from streammega.samples.loss_masks import SampleJoins, joins_of_config
 
 VALID_BYTES = 4
 """Bytes of an int32. torch views bytes as int32 only if they begin on a multiple of it."""
@@ -118,8 +117,6 @@ class PendingBatch:
     consumed: int
     """The cursor after it."""
     spec: BatchSpec
-    joins: SampleJoins | None = None
-    """The joins within its samples, as `sample_joins` of the config treats them."""
     message: Tensor | None = None
     work: dist.Work | None = None
     """The broadcast of the message; None: the group has no other rank."""
@@ -212,23 +209,19 @@ class BatchBroadcast:
         if self._fields:
             try:
                 with dataset.steps.naming_datasets(position):
-                    self._begin(pending, raw, position)
+                    self._begin(pending, raw)
             except StreammegaError as error:
                 pending.error = error
         return pending
 
-    def _begin(self, pending: PendingBatch, raw: Batch | None, position: int) -> None:
+    def _begin(self, pending: PendingBatch, raw: Batch | None) -> None:
         """Begin to send a micro-batch, or make its fields where no other rank needs it."""
-        dataset = self._loader.dataset
-        # every rank computes the joins from the order, so no message contains them
-        if dataset.config.sample_joins != "keep":
-            pending.joins = joins_of_config(dataset.sample_joins(position), dataset.config)
         if self._stream is None and self._group is None:
             assert raw is not None
             ids, valid = raw["ids"], raw["valid"]
             pending.batch = self._derive(pending, ids, valid, raw.get("learned"))
             return
-        counts = self._broadcast_document_counts(pending, raw) if self._sends_counts else None
+        counts = self._broadcast_document_counts(pending.spec, raw) if self._sends_counts else None
         if self._stream is not None:
             self._start_on_device(pending, raw, counts)
         else:
@@ -274,9 +267,7 @@ class BatchBroadcast:
             )
         return self._specs[length]
 
-    def _broadcast_document_counts(
-        self, pending: PendingBatch, raw: Batch | None
-    ) -> DocumentCounts:
+    def _broadcast_document_counts(self, spec: BatchSpec, raw: Batch | None) -> DocumentCounts:
         """Count documents on the rank that reads the ids, and send the counts from host to host.
 
         So no host waits for a device.
@@ -284,8 +275,7 @@ class BatchBroadcast:
         if raw is None:
             numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
         else:
-            spec = pending.spec
-            counts = documents_of(raw["ids"], raw["valid"], spec.config, spec.bounds, pending.joins)
+            counts = documents_of(raw["ids"], raw["valid"], spec.config, spec.bounds)
             numbers = torch.tensor(counts)
         if self._group is not None:
             dist.broadcast(numbers, self._source, group=self._group)
@@ -359,7 +349,6 @@ class BatchBroadcast:
             documents=counts,
             may_pad=pending.may_pad,
             learned=learned,
-            joins=pending.joins,
         )
         batch = RankBatch({name: fields[name] for name in fields if name in self._fields})
         if counts is not None:

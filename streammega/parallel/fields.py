@@ -15,10 +15,8 @@ from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.samples.derived_fields import with_ends
 from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.loss_masks import SampleJoins
 
 Bounds = Sequence[tuple[int, int]]
 """[start, stop) of the parts of a sample that a rank keeps, in tokens."""
@@ -42,9 +40,7 @@ class DocumentCounts(NamedTuple):
     """Tokens of the longest document of all samples."""
 
 
-def documents_of(
-    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, joins: SampleJoins | None = None
-) -> DocumentCounts:
+def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> DocumentCounts:
     """Count, on the host, the documents in ids [samples, S + 1] as the device will count them."""
     length = config.sequence_length
     tokens = ids[:, :length].numpy().astype(np.int64)
@@ -53,7 +49,7 @@ def documents_of(
         is_padding = np.arange(length) >= valid.numpy()[:, None]
         tokens[is_padding] = config.effective_pad_id
     eod_id = NO_ID if config.eod_id is None else config.eod_id
-    of_samples = cu_seqlens(with_ends(tokens, eod_id, joins), eod_id)
+    of_samples = cu_seqlens(tokens, eod_id)
     of_parts = of_samples if len(bounds) == 1 else split_cu_seqlens(of_samples, bounds)
     longest = int(of_samples.diff(dim=1).max())
     return DocumentCounts(of_samples.shape[1] - 1, of_parts.shape[1] - 1, longest)
@@ -70,7 +66,6 @@ def rank_fields(
     documents: DocumentCounts | None = None,
     may_pad: bool = True,
     learned: Tensor | None = None,
-    joins: SampleJoins | None = None,
 ) -> Batch:
     """The fields of the tokens that a rank keeps: tokens, labels, loss_mask, position_ids [samples,
     kept], and what the config adds.
@@ -86,33 +81,14 @@ def rank_fields(
             to count documents.
         may_pad: as in device_fields.
         learned: bool for each of `ids`; a label that is not learned has no loss. None: all have.
-        joins: joins of the whole samples; the label over a join has no loss.
     """
     names = config.field_names if names is None else names
     if parts:
-        return _fields_of_parts(ids, valid, config, bounds, names, may_pad, learned, joins)
-    batch = _fields(ids, valid, config, names, documents, may_pad, learned, joins)
+        return _fields_of_parts(ids, valid, config, bounds, names, may_pad, learned)
+    batch = _fields(ids, valid, config, names, documents, may_pad, learned)
     if len(bounds) == 1:
         return batch
     return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
-
-
-def _joins_of_parts(joins: SampleJoins, bounds: Bounds) -> SampleJoins | None:
-    """Convert joins of samples to joins of their parts, with each part as a row.
-
-    A join belongs to the part that has its label. None: no part has a join.
-    """
-    rows = []
-    columns = []
-    for number, (start, stop) in enumerate(bounds):
-        label = joins.label_column
-        in_part = np.flatnonzero((label >= start) & (label < stop))
-        rows.append(joins.sample[in_part] * len(bounds) + number)
-        columns.append(joins.column[in_part] - start)
-    row = np.concatenate(rows)
-    if not len(row):
-        return None
-    return SampleJoins(sample=row, column=np.concatenate(columns), separate=joins.separate)
 
 
 def _fields_of_parts(
@@ -123,7 +99,6 @@ def _fields_of_parts(
     names: Sequence[str],
     may_pad: bool,
     learned: Tensor | None,
-    joins: SampleJoins | None,
 ) -> Batch:
     """The fields of rows that are parts of samples. The parts of a sample are laid end to end."""
     if needs_whole_samples(config):
@@ -137,8 +112,7 @@ def _fields_of_parts(
     samples = len(ids) // len(bounds)
     # made as if each part were a sample: without documents no token depends on those before it
     part_config = replace(config, sequence_length=part_length)
-    of_parts = None if joins is None else _joins_of_parts(joins, bounds)
-    batch = _fields(ids, valid, part_config, names, None, may_pad, learned, of_parts)
+    batch = _fields(ids, valid, part_config, names, None, may_pad, learned)
     kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
     if "position_ids" in names:
         # they count from the start of the sample and not of the part
@@ -155,15 +129,14 @@ def _fields(
     documents: DocumentCounts | None,
     may_pad: bool,
     learned: Tensor | None,
-    joins: SampleJoins | None,
 ) -> Batch:
     """The fields of samples, made where their ids are."""
     if ids.device.type == "cpu":
-        batch = fields_of_ids(ids, valid, config, names=names, joins=joins)
+        batch = fields_of_ids(ids, valid, config, names=names)
     else:
         max_documents = documents.max_documents if documents else None
         batch = device_fields(
-            ids, valid, config, names, may_pad=may_pad, max_documents=max_documents, joins=joins
+            ids, valid, config, names, may_pad=may_pad, max_documents=max_documents
         )
     if learned is not None and "loss_mask" in names:
         batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]

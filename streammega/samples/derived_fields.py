@@ -27,7 +27,6 @@ from streammega.kernels.fields import (
     zero_padding,
 )
 from streammega.samples.fields_torch import NO_ID
-from streammega.samples.loss_masks import SampleJoins
 
 Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
@@ -54,15 +53,13 @@ class Samples(NamedTuple):
 
     ids: [samples, S + 1], or [samples, S] where the last token has no label. valid: int64 [samples],
     how many ids of each row are not padding. learned: bool of each id: there is no loss where a label
-    is not learned; None: all are. joins: places whose labels have no loss. pieces: (row_splits, size)
-    of the sequences that samples consist of, for inter_document_masking: see `sequence_fields`.
-    dataset_id: int64 [samples].
+    is not learned; None: all are. pieces: (row_splits, size) of the sequences that samples consist of,
+    for inter_document_masking: see `sequence_fields`. dataset_id: int64 [samples].
     """
 
     ids: NDArray[Any]
     valid: NDArray[np.int64]
     learned: NDArray[np.bool_] | None = None
-    joins: SampleJoins | None = None
     pieces: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     dataset_id: NDArray[np.int64] | None = None
 
@@ -88,7 +85,6 @@ def make_fields(
     length = config.sequence_length
     pad = config.effective_pad_id
     eod = or_none(config.eod_id)
-    joins = samples.joins
     ids = samples.ids
     width = ids.shape[1]
     has_padding = width == length
@@ -101,7 +97,7 @@ def make_fields(
         num_padding, lowest, highest = scan_ids(ids, pad)
         has_padding |= bool(num_padding)
         _check_vocabulary(ids, lowest, highest, config)
-    has_mask = has_padding or config.eod_mask_loss or joins is not None
+    has_mask = has_padding or config.eod_mask_loss
     if has_mask or samples.learned is not None:
         check_mask_is_there(names)
     makes_mask = has_mask and "loss_mask" in names
@@ -121,17 +117,13 @@ def make_fields(
     if makes_mask:
         mask = arrays["loss_mask"]
         make_mask(arrays["tokens"], arrays["labels"], pad, eod, config.eod_mask_loss, mask)
-        if joins is not None:
-            mask[joins.sample, joins.label_column] = 0
     if samples.learned is not None and "loss_mask" in made:
         arrays["loss_mask"][:, : width - 1] *= samples.learned[:, 1:]
     bounds: list[Tensor] = []
-    if bounded or restarts:
-        ends = with_ends(arrays["tokens"], eod, joins)
-        if bounded:
-            bounds = bounds_of(np.split(ends, batches), eod, allocate)
-        if restarts and samples.pieces is None:
-            make_positions(ends, eod, arrays["position_ids"])
+    if bounded:
+        bounds = bounds_of(np.split(arrays["tokens"], batches), eod, allocate)
+    if restarts and samples.pieces is None:
+        make_positions(arrays["tokens"], eod, arrays["position_ids"])
     if "attention_mask" in names:
         made["attention_mask"] = causal_mask(len(ids), length, bounds, allocate)
     # last: masks and bounds are made by what padding was
@@ -188,21 +180,9 @@ def check_mask_is_there(names: Sequence[str]) -> None:
     """Raise ConfigError for batches without a loss_mask where some labels have no loss."""
     if "labels" in names and "loss_mask" not in names:
         raise ConfigError(
-            "some labels have no loss (padding, eod_mask_loss, modes, documents that are excluded, or "
-            "joins), but batches have no loss_mask, which says where: add 'loss_mask' to fields"
+            "some labels have no loss (padding, eod_mask_loss, modes, or documents that are excluded), "
+            "but batches have no loss_mask, which says where: add 'loss_mask' to fields"
         )
-
-
-def with_ends(tokens: Ids, eod: int, joins: SampleJoins | None) -> Ids:
-    """Tokens [samples, S] in which documents end as the config says: at joins too, if they are
-    apart.
-    """
-    if joins is None or not joins.separate or eod == NO_ID:
-        return tokens
-    # only the search for ends of documents reads what is written here
-    ends = tokens.copy()
-    ends[joins.sample, joins.label_column] = eod
-    return ends
 
 
 def bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]:

@@ -31,7 +31,6 @@ from streammega.samples.derived_fields import (
     or_none,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
-from streammega.samples.loss_masks import SampleJoins
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
@@ -75,11 +74,8 @@ def fields_of_ids(
     config: FieldsConfig,
     *,
     names: Sequence[str] | None = None,
-    joins: SampleJoins | None = None,
 ) -> Batch:
-    """The same, of all that ids tell. names: of the fields; None: those of the config. joins: of
-    samples on the host, that have no loss on the label over them.
-    """
+    """The same, of all that ids tell. names: of the fields; None: those of the config."""
     names = config.field_names if names is None else names
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
         return _fields_on_device(ids, valid, config, names)
@@ -89,7 +85,7 @@ def fields_of_ids(
     counts = np.full(len(stored), stored.shape[1])
     if valid is not None:
         counts = _valid_counts(_array(valid, "valid"), stored.shape)
-    (batch,) = make_fields(Samples(stored, counts, joins=joins), config, names, new_memory)
+    (batch,) = make_fields(Samples(stored, counts), config, names, new_memory)
     return batch
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.samples.loss_masks import SampleJoins
 
 NO_ID = -1
 """An eod_id or pad_id that equals no stored id: there is none."""
@@ -25,7 +24,6 @@ def device_fields(
     *,
     may_pad: bool = True,
     max_documents: int | None = None,
-    joins: SampleJoins | None = None,
 ) -> dict[str, Tensor]:
     """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
     checked.
@@ -34,8 +32,7 @@ def device_fields(
     of a row that are not padding. names: of the fields; None: those of the config. may_pad: False where
     the host knows that ids are [samples, S + 1] and none is padding, which saves half of the work.
     max_documents: the largest number of documents in a row; None: cu_seqlens computes it on the device,
-    and the host waits for that. joins: that have no loss on the label over
-    them, known to the host.
+    and the host waits for that.
     """
     samples = len(ids)
     length = config.sequence_length
@@ -53,15 +50,10 @@ def device_fields(
         readable = padded.masked_fill(is_padding, 0)
         has_loss.masked_fill_(is_padding[:, 1:], 0)
     restarts = config.reset_position_ids or config.reset_attention_mask
-    if config.eod_mask_loss or joins is not None or restarts:
+    if config.eod_mask_loss or restarts:
         ends_document = padded[:, :-1] == eod
     if config.eod_mask_loss:
         has_loss.masked_fill_(ends_document, 0)
-    if joins is not None:
-        over_join = _label_places(joins, ends_document)
-        has_loss.masked_fill_(over_join, 0)
-        if joins.separate:
-            ends_document = ends_document | over_join
     names = config.field_names if names is None else names
     batch = {}
     if "tokens" in names:
@@ -87,14 +79,6 @@ def device_fields(
         documents = document_begin if config.reset_attention_mask else None
         batch["attention_mask"] = _attention_mask(position, documents)
     return batch
-
-
-def _label_places(joins: SampleJoins, like: Tensor) -> Tensor:
-    """bool [samples, S] on the device of `like`, True at the label over each join."""
-    # made on the host: a mask of a micro-batch is copied at once, and no index is looked at there
-    places = torch.zeros(like.shape, dtype=torch.bool, pin_memory=like.is_cuda)
-    places.numpy()[joins.sample, joins.label_column] = True
-    return places.to(like.device, non_blocking=True)
 
 
 def _document_begins(position: Tensor, ends_document: Tensor) -> Tensor:

@@ -29,10 +29,9 @@ from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
-from streammega.samples.loss_masks import NO_JOINS
 from streammega.samples.open import check_sample_ids, open_source
 from streammega.samples.segments import prefixes_of
-from streammega.samples.source import SampleSource, file_of_rows, joins_of
+from streammega.samples.source import SampleSource, file_of_rows
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.thread_pool import ordered_map, parallel_map
 
@@ -66,14 +65,12 @@ class TracedSample:
     """A sample of the global stream and its tokens, in order. The extra token, only a label, is
     last.
 
-    phase: the number of its phase. joins: the columns at which it joins two runs of tokens, after a
-    change of lengths or lanes.
+    phase: the number of its phase.
     """
 
     sample: int
     runs: tuple[TracedRun, ...]
     phase: int = 0
-    joins: tuple[int, ...] = ()
 
 
 class DocumentUse(NamedTuple):
@@ -155,20 +152,14 @@ class Provenance:
                     "smaller range"
                 )
             extents = cut_extents(extents, [(first_column, min(last_column, width))])
-        has_joins = self.source.has_remainders  # the Megatron order joins documents everywhere
-        joins = joins_of(self.source.files, extents) if has_joins else NO_JOINS
-        samples = []
-        for number, sample in enumerate(ids.tolist()):
-            own_joins = joins.column[joins.sample == number] + first_column
-            samples.append(
-                TracedSample(
-                    sample=sample,
-                    runs=tuple(self._runs_of(extents, number, first_column, sample)),
-                    phase=self.source.segment_number(sample),
-                    joins=tuple(own_joins.tolist()),
-                )
+        return [
+            TracedSample(
+                sample=sample,
+                runs=tuple(self._runs_of(extents, number, first_column, sample)),
+                phase=self.source.segment_number(sample),
             )
-        return samples
+            for number, sample in enumerate(ids.tolist())
+        ]
 
     def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
         """Token ids of samples, [samples, S + extra], and how many each has. They are read from

@@ -33,7 +33,6 @@ from streammega.samples.excluded import (
     excluded_tokens,
 )
 from streammega.samples.fetch import Ids, fetch_ids, rows_of
-from streammega.samples.loss_masks import SampleJoins, joins_between, joins_of_config
 from streammega.samples.packed import are_packed
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
@@ -95,11 +94,6 @@ class SegmentSource(ABC):
         """Lanes of the stream order; 0 in others."""
         return 0 if self.order is None else self.order.lanes
 
-    @property
-    def has_remainders(self) -> bool:
-        """Whether samples may join runs of tokens that earlier segments left unread."""
-        return self.order is not None and self.order.has_remainders
-
     @cached_property
     def dataset_numbers(self) -> Integers:
         """The numbers of its own datasets, from which samples are drawn, int64."""
@@ -128,8 +122,6 @@ class SegmentSource(ABC):
         ids, valid = self._read(extents, excluded)
         files = all_files(self.files)
         samples = Samples(ids, valid)
-        if config.sample_joins != "keep":
-            samples = samples._replace(joins=joins_of_config(joins_of(self.files, extents), config))
         if masks_by_files(self):
             learned = np.ones(ids.shape, np.bool_)
             clear_by_modes(files, runs_of(self.files, extents), learned)
@@ -219,11 +211,6 @@ class SampleSource:
         """Whether extents refer to the shards of a dataset as files of their own."""
         return self.segments[0].has_file_per_shard
 
-    @property
-    def has_remainders(self) -> bool:
-        """Whether samples of any segment may join runs of tokens that earlier ones left unread."""
-        return any(segment.has_remainders for segment in self.segments)
-
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples are stored."""
         segments = self.segments
@@ -298,18 +285,6 @@ def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
 def first_datasets(extents: Extents) -> Integers:
     """The "dataset_id" of each sample, int64 [samples], which is the same in all its rows."""
     return extents.dataset[extents.row_splits[:-1]].astype(np.int64)
-
-
-def joins_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> SampleJoins:
-    """Where a row of a sample does not continue the row before it in the same file."""
-    rows = rows_of(extents)
-    return joins_between(
-        np.diff(extents.row_splits),
-        file_of_rows(files, extents),
-        extents.start,
-        rows.size,
-        rows.column,
-    )
 
 
 def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Integers:

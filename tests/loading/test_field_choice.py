@@ -116,7 +116,6 @@ MASKS_OR_RESTARTS: dict[str, dict[str, Any]] = {
     "pad_id": {"pad_id": 49},
     "add_extra_token": {"add_extra_token": False},
     "reset_position_ids": {"reset_position_ids": True},
-    "sample_joins": {"sample_joins": "mask_loss"},
     "exclude_documents": {"exclude_documents": ["d#3"]},
 }
 

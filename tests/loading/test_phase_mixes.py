@@ -185,7 +185,6 @@ def mixed(data: Path) -> tuple[StreamingDataset, list[int]]:
         balance_attention_cost=True,
         reset_attention_mask=True,
         reset_position_ids=True,
-        sample_joins="separate",
         num_samples=(144, 0, 0),
     )
     dataset = StreamingDataset(

@@ -272,7 +272,7 @@ NOTICED_IN_OTHER_TESTS = {
 MAY_CHANGE = {
     # what batches hold of their tokens
     *("eod_id", "pad_id", "allow_ambiguous_pad_tokens", "eod_mask_loss", "reset_position_ids"),
-    *("reset_attention_mask", "create_attention_mask", "inter_document_masking", "sample_joins"),
+    *("reset_attention_mask", "create_attention_mask", "inter_document_masking"),
     *("mask_loss_by_mode", "fields", "return_dataset_ids"),
     # what is checked, and where data and indices are
     *("vocab_size", "allow_mixed_tokenizers", "index_cache_dir", "index_publish_url"),

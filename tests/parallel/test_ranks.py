@@ -35,9 +35,8 @@ from streammega.parallel.broadcast import rank_device
 from streammega.parallel.fields import documents_of, rank_fields, split_cu_seqlens
 from streammega.parallel.groups import GROUPS
 from streammega.parallel.rank_batches import read_factor
-from streammega.samples.fields import Batch, batch_fields, fields_of_ids
+from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.fields_torch import device_fields
-from streammega.samples.loss_masks import SampleJoins
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
 from tests.support.gang import Gang, on_ranks
@@ -131,15 +130,12 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
 
 
-@pytest.mark.guarantee("sample-joins", "over-change-length")
+@pytest.mark.guarantee("over-change-length")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        (
-            ParallelLayout(tp=2, dp=2),
-            documents(reset_attention_mask=True) | {"sample_joins": "separate"},
-        ),
-        (ParallelLayout(tp=2, cp=2, pp=2), {"sample_joins": "mask_loss"}),
+        (ParallelLayout(tp=2, dp=2), documents(reset_attention_mask=True)),
+        (ParallelLayout(tp=2, cp=2, pp=2), documents()),
     ],
     ids=["documents", "parts"],
 )
@@ -147,15 +143,17 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
     """Messages are as long as their phase's, also those that are begun ahead, and after a skip.
-    Joins are masked on every rank.
+    Documents that are excluded are masked on every rank.
     """
     phases = [PhaseConfig(first_sample=8, sequence_length=32, shuffle_lanes=16)]
+    assert isinstance(config.blend, list)
     config = replace(
         config,
         order="stream",
         shuffle_lanes=GLOBAL,
         phases=phases,
         exclude_samples=((16, 24),),
+        exclude_documents=[f"{config.blend[0]}#{number}" for number in range(40)],
         **changes,
     )
     steps = 12
@@ -381,44 +379,6 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
         assert {name: field.tolist() for name, field in slow.items()} == {
             name: field.tolist() for name, field in fast.items()
         }
-
-
-@pytest.mark.guarantee("sample-joins")
-@given(
-    samples=st.integers(1, 4),
-    length=st.integers(2, 20),
-    seed=st.integers(0, 2**16),
-    flags=st.tuples(*[st.booleans()] * 5),
-)
-def test_joins_are_the_same_on_a_device_as_by_kernels(
-    samples: int, length: int, seed: int, flags: tuple[bool, ...]
-) -> None:
-    mask, positions, attention, create, separate = flags
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, 10, (samples, length + 1)).astype(np.uint16)
-    valid = np.full(samples, length + 1)
-    config = DataConfig(
-        blend="x",
-        sequence_length=length,
-        eod_id=EOD,
-        eod_mask_loss=mask,
-        reset_position_ids=positions,
-        reset_attention_mask=attention,
-        create_attention_mask=create,
-    )
-    sample, column = np.nonzero(rng.random((samples, length + 1)) < 0.2)
-    within = column > 0
-    joins = SampleJoins(sample=sample[within], column=column[within], separate=separate)
-    by_kernels = fields_of_ids(ids, valid, config, joins=joins)
-    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config, joins=joins)
-    assert set(by_kernels) == set(on_device)
-    for name, field in by_kernels.items():
-        assert torch.equal(field, on_device[name]), name
-    if attention:
-        counts = documents_of(
-            torch.from_numpy(ids), torch.from_numpy(valid), config, [(0, length)], joins
-        )
-        assert counts.max_documents == by_kernels["cu_seqlens"].shape[1] - 1
 
 
 def test_wrong_loaders_are_named(config: DataConfig) -> None:
