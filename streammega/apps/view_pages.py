@@ -345,10 +345,6 @@ def _changes(run: Run, number: int) -> list[str]:
             changes.append(f"{run.short_name(name)}: {old} → {new}")
     if len(changed) > MAX_CHANGES:
         changes.append(f"and {len(changed) - MAX_CHANGES:,} more datasets")
-    segment = run.config.data.segments("train")[phase.phase]
-    changes += [
-        f"{run.short_name(redact_urls(name))} begins a new epoch" for name in segment.restart
-    ]
     if phase.first_sample in run.provenance.excluded_documents().values():
         changes.append("more documents are excluded")
     return changes or ["nothing that is taken changes"]

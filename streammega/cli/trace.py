@@ -42,8 +42,8 @@ MIN_INNER = 3
 Within a document the tokenizer may cut the ends of the text in another way.
 """
 
-OF_CHANGES = ("from_remainder", "carried_tokens", "unused_tokens", "dropped_tokens")
-"""Fields that are reported only after lengths or lanes changed, or a dataset began again."""
+OF_CHANGES = ("from_remainder", "carried_tokens", "unused_tokens")
+"""Fields that are reported only after lengths or lanes changed."""
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from streammega.config.orders import ORDERS, Order
 from streammega.errors import ConfigError
 
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
@@ -130,36 +129,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def check_schedule(schedule: Any, blend: Blend | None, order: Order) -> None:
-    """Raise ConfigError for a malformed blend_schedule, or one that does not fit the blend."""
-    if not ORDERS[order].has_phases or blend is None:
-        raise ConfigError("blend_schedule belongs to the stream order and a blend")
-    prefixes, _ = parse_blend(blend)
-    try:
-        _check_segments(schedule, len(prefixes))
-    except ConfigError:  # which is a ValueError too
-        raise
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"blend_schedule is {schedule!r}; it takes segments, each as (first sample, weights)"
-        ) from None
-
-
-def _check_segments(schedule: Sequence[tuple[int, Sequence[float]]], datasets: int) -> None:
-    start_before = -1
-    for start, weights in schedule:
-        if start <= start_before:
-            raise ConfigError(
-                f"blend_schedule starts a segment at sample {start}; starts must rise, "
-                f"from 0 or later"
-            )
-        # The comparison refuses NaN too. A weight may be zero for a while, but not all of them.
-        are_weights = all(0 <= weight < math.inf for weight in weights)
-        if len(weights) != datasets or not are_weights or not 0 < sum(weights) < math.inf:
-            raise ConfigError(
-                f"blend_schedule at sample {start} needs {datasets} weights, "
-                f"none negative, not all zero, and a finite sum"
-            )
-        start_before = start

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from streammega.config.blends import Blend, check_schedule, parse_blend
+from streammega.config.blends import Blend, parse_blend
 from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
     ExcludedList,
@@ -183,20 +183,6 @@ class FieldsConfig:
 class DataConfig(FieldsConfig):
     """What is read, and in which order."""
 
-    RENAMED: ClassVar[dict[str, str]] = {
-        "dataset_ids": "return_dataset_ids",
-        "surplus": "mid_level_dataset_surplus",
-        "lanes": "shuffle_lanes",
-        "block_bytes": "shuffle_block_bytes",
-        "loss_from_modes": "mask_loss_by_mode",
-        "mix_tokenizers": "allow_mixed_tokenizers",
-        "skip_documents": "exclude_documents",
-        "skip_samples": "exclude_samples",
-        "balance_batches": "balance_attention_cost",
-        "shared_index_url": "index_publish_url",
-    }
-    """Settings of earlier versions, and their names now."""
-
     blend: Blend | None = None
     """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b".
 
@@ -205,11 +191,6 @@ class DataConfig(FieldsConfig):
     blend_per_split: Sequence[Blend | None] | None = None
     """Instead of `blend` and `split`: a blend for each of train, valid and test. None means a
     split without data.
-    """
-    blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
-    """Stream order: [(first sample, weights)], short for phases that change the weights of `blend`
-    alone. A weight may be zero for a while. Each entry begins at the end of a step. One at 0 replaces
-    the weights of the blend, in every split. Entries past the cursor of a run may still be changed.
     """
     phases: Sequence[PhaseConfig] = ()
     """Stream order: changes in the middle of training, in the order of `first_sample`. The settings
@@ -314,7 +295,8 @@ class DataConfig(FieldsConfig):
                 "the same"
             )
         check_ranges(self.exclude_samples)
-        self._check_changes()
+        if self.phases:
+            check_phases(self.phases, self.order)
         self._check_excluded_documents()
         if self.index_cache_dir:
             object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
@@ -363,10 +345,6 @@ class DataConfig(FieldsConfig):
         if self.blend_per_split is not None:
             blend = self.blend_per_split[("train", "valid", "test").index(split)]
         datasets, weights = ((), None) if blend is None else parse_blend(blend)
-        schedule = list(self.blend_schedule or ())
-        if schedule and schedule[0][0] == 0:
-            _, first_weights = schedule.pop(0)
-            weights = tuple(first_weights)
         first = Segment(
             first_sample=0,
             datasets=datasets,
@@ -374,13 +352,10 @@ class DataConfig(FieldsConfig):
             sequence_length=self.sequence_length,
             lanes=self.shuffle_lanes,
         )
-        if split != "train":
-            return [first]
         segments = [first]
-        for first_sample, changed in schedule:
-            segments.append(first._replace(first_sample=first_sample, weights=tuple(changed)))
-        for phase in self.phases:
-            segments.append(segments[-1].followed_by(phase))
+        if split == "train":
+            for phase in self.phases:
+                segments.append(segments[-1].followed_by(phase))
         return segments
 
     def exclusions_of(self, split: str) -> list[ExcludedList]:
@@ -409,13 +384,6 @@ class DataConfig(FieldsConfig):
             raise ConfigError(
                 "multiple_validation_sets needs blend_per_split, whose valid entry names them"
             )
-
-    def _check_changes(self) -> None:
-        """Check what changes in the middle of a run."""
-        if self.blend_schedule is not None:
-            check_schedule(self.blend_schedule, self.blend, self.order)
-        if self.phases:
-            check_phases(self.phases, self.order, self.blend_schedule)
 
     def _check_masking(self) -> None:
         by_eod_id = ("reset_attention_mask", "reset_position_ids", "create_attention_mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from streammega.config.blends import Blend, parse_blend
 from streammega.config.orders import ORDERS, Order
@@ -87,26 +87,18 @@ def check_ranges(excluded: Any) -> None:
 class PhaseConfig:
     """What holds from a sample of the stream on; what is not given stays as in the phase before."""
 
-    RENAMED: ClassVar[dict[str, str]] = {
-        "lanes": "shuffle_lanes",
-        "restart": "restart_datasets",
-        "skip_documents": "exclude_documents",
-    }
-    """Settings of earlier versions, and their names now."""
-
     first_sample: int = 0
-    """The global sample at which it begins: the end of a step of the phase before. Set this, first_step
-    or first_token.
+    """The global sample at which it begins: the end of a step of the phase before. Set this or
+    first_step.
     """
     first_step: int | None = None
     """Its first step, counted from 1 as in metrics.jsonl: over the batch sizes of the config from
     sample 0 on, its ramp-up and its skips.
     """
-    first_token: int | None = None
-    """The number of tokens of the samples before it, with excluded ones. A step must end there."""
     blend: Blend | None = None
     """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
-    was, and so does one that comes back; one that is new begins its first epoch.
+    was, and so does one that comes back; one that is new begins its first epoch. Leave out what the
+    phase does not draw from: no weight is zero.
     """
     global_batch_size: Annotated[int | None, Ge(1)] = None
     """Samples of one optimizer step over all ranks."""
@@ -114,8 +106,6 @@ class PhaseConfig:
     """Tokens of a sample. The rest of epochs in progress is cut to the new length, so nothing is lost."""
     shuffle_lanes: Annotated[int | None, Ge(1)] = None
     """Lanes, a multiple of the global batch. As of `sequence_length`."""
-    restart_datasets: Sequence[str] = ()
-    """Prefixes of the blend that begin a new epoch here. The rest of their epoch is left out."""
     exclude_documents: ExcludedNames = ()
     """Documents to leave out from this phase on, in addition to those of earlier phases. Given as
     `exclude_documents` of the run.
@@ -133,34 +123,30 @@ class PhaseConfig:
 
     @property
     def is_in_samples(self) -> bool:
-        """Whether its beginning is given as a sample, and not as a step or token."""
-        return self.first_step is None and self.first_token is None
+        """Whether its beginning is given as a sample, and not as a step."""
+        return self.first_step is None
 
     def _check_start(self) -> None:
-        starts = {"first_step": (self.first_step, 2), "first_token": (self.first_token, 1)}
-        # 0 means that it was left out, if another one is given.
-        if self.first_sample or self.is_in_samples:
-            starts["first_sample"] = (self.first_sample, 1)
-        chosen = {name: start for name, start in starts.items() if start[0] is not None}
-        if len(chosen) > 1:
+        if self.first_step is not None and self.first_sample:
             raise ConfigError(
-                f"a phase has {' and '.join(chosen)}; set one of them, at which it begins"
+                "a phase has first_step and first_sample; set one of them, at which it begins"
             )
-        for name, (value, minimum) in chosen.items():
-            if value is not None and value < minimum:
-                raise ConfigError(
-                    f"{name} of a phase is {value}; it must be at least {minimum} (a phase begins at a "
-                    "first_sample, a first_step or a first_token)"
-                )
+        name, value, minimum = "first_sample", self.first_sample, 1
+        if self.first_step is not None:
+            name, value, minimum = "first_step", self.first_step, 2
+        if value < minimum:
+            raise ConfigError(
+                f"{name} of a phase is {value}; it must be at least {minimum} (a phase begins at a "
+                "first_sample or a first_step)"
+            )
 
 
 class Segment(NamedTuple):
     """What holds in a split from a sample on: phases with all that they take over from those before.
 
-    datasets: prefixes; none: the split has nothing. weights: None: in proportion to samples; zeros
-    are of a blend_schedule. global_batch_size: None: that of the run, with its ramp-up.
-    lanes: None: as many as the first global batch size chooses. restart: prefixes of datasets that
-    begin a new epoch.
+    datasets: prefixes; none: the split has nothing. weights: None: in proportion to samples.
+    global_batch_size: None: that of the run, with its ramp-up. lanes: None: as many as the first
+    global batch size chooses.
     """
 
     first_sample: int
@@ -169,7 +155,6 @@ class Segment(NamedTuple):
     sequence_length: int
     global_batch_size: int | None = None
     lanes: int | None = None
-    restart: Sequence[str] = ()
 
     @property
     def blend(self) -> Blend:
@@ -190,20 +175,14 @@ class Segment(NamedTuple):
             sequence_length=phase.sequence_length or self.sequence_length,
             global_batch_size=phase.global_batch_size or self.global_batch_size,
             lanes=phase.shuffle_lanes or self.lanes,
-            restart=phase.restart_datasets,
         )
 
 
-def check_phases(
-    phases: Sequence[PhaseConfig],
-    order: Order,
-    schedule: Sequence[tuple[int, Sequence[float]]] | None,
-) -> None:
-    """Raise ConfigError for phases that do not follow each other, or do not go with the order and
-    the blend_schedule. phases: at least one.
+def check_phases(phases: Sequence[PhaseConfig], order: Order) -> None:
+    """Raise ConfigError for phases that do not follow each other, or do not go with the order.
 
-    A phase at a step or token has first_sample 0 here and is not compared. `resolve_phase_starts`
-    later gives it its sample and makes another config, which calls this again.
+    A phase at a step has first_sample 0 here and is not compared. `resolve_phase_starts` later gives
+    it its sample and makes another config, which calls this again.
     """
     if not ORDERS[order].has_phases:
         raise ConfigError(
@@ -223,16 +202,3 @@ def check_phases(
                 f"at {first_before}; phases stand in the order of their first samples"
             )
         first_before = max(first_before, phase.first_sample)
-    _check_segments_before(phases[0].first_sample, schedule)
-
-
-def _check_segments_before(
-    first_of_phases: int, schedule: Sequence[tuple[int, Sequence[float]]] | None
-) -> None:
-    for start, _ in schedule or ():
-        # 0 if the phase begins at a step or a token: then it is compared once that is known.
-        if start >= first_of_phases > 0:
-            raise ConfigError(
-                f"blend_schedule has a segment from sample {start} on, where the phase from "
-                f"{first_of_phases} on holds; give its weights to a phase"
-            )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from streammega.config.validate import (
     Ge,
@@ -42,24 +42,6 @@ _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "part_bytes": "max_request_bytes",
-        "max_requests": "max_concurrent_requests",
-        "in_flight_bytes": "max_in_flight_bytes",
-        "coalesce_bytes": "coalesce_gap_bytes",
-        "cache_bytes": "cache_max_bytes",
-        "chunk_bytes": "cache_chunk_bytes",
-        "timeout": "request_timeout",
-        "stall_timeout": "read_timeout",
-        "upload_part_bytes": "multipart_part_bytes",
-        "give_up_after": "retry_timeout",
-        "first_answer_within": "connect_deadline",
-        "retries": "max_retries",
-        "hedge": "hedge_requests",
-        "local": "local_io",
-    }
-    """Settings of earlier versions, and their names now."""
 
     transport: Transport = "auto"
     """`auto` uses obstore where it serves the scheme (docs/storage.md), and fsspec elsewhere. For oss,

@@ -227,11 +227,9 @@ def flag_name(name: str, flag: Flag) -> str:
 
 
 def unknown_setting(name: str, *settings: type, section: str = "") -> str:
-    """The message for an unknown setting, with its new name by `RENAMED` or the nearest known one."""
+    """The message for an unknown setting, with the nearest known one."""
     known = [item.name for kind in settings for item in fields(kind)]
-    tables: list[dict[str, str]] = [getattr(kind, "RENAMED", {}) for kind in settings]
-    renamed = [table[name] for table in tables if name in table]
-    nearest = renamed or get_close_matches(name, known, 1)
+    nearest = get_close_matches(name, known, 1)
     hint = f"known: {', '.join(section + other for other in known)}"
     if nearest:
         hint = f"did you mean {section}{nearest[0]}?"

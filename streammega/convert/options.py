@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
@@ -32,24 +32,6 @@ WORK = "How the work is done"
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "keys": "text_keys",
-        "key": "text_keys",
-        "member": "tar_member",
-        "special_tokens": "special_tokens_in_text",
-        "long": "max_tokens_policy",
-        "pack": "pack_length",
-        "pack_long": "pack_overflow",
-        "max_documents": "pack_max_documents",
-        "modes": "keep_modes",
-        "mix_tokenizers": "allow_mixed_tokenizers",
-        "kind": "format",
-        "level": "zstd_level",
-        "frame_bytes": "zstd_frame_bytes",
-        "origins": "provenance",
-    }
-    """Names of settings before 0.1.0, for errors."""
 
     text_keys: Annotated[tuple[str, ...], Flag(INPUTS, "--text-key")] = ("text",)
     """Key or column of the text, also nested (meta.text); the first that is there of text,content;
@@ -377,14 +359,6 @@ class ConvertOptions:
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
     """How the work is done; the output does not depend on it."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "memory_bytes": "shuffle_memory_bytes",
-        "engine": "backend",
-        "work": "work_dir",
-        "restart": "resume=False",
-    }
-    """Settings of earlier versions, and their names now."""
 
     workers: Annotated[int, Flag(WORK), Ge(0)] = 0
     """Units and shards that are worked on at once; 0: one per core. By threads and processes of this

@@ -52,7 +52,6 @@ OF_DATASETS = (
     "exclude_documents",
     "exclude_samples",
     "phases",
-    "blend_schedule",
     "inter_document_masking",
     "return_dataset_ids",
     "balance_attention_cost",

@@ -165,7 +165,7 @@ def simulate_reads(
 
     Raises ConfigError, FormatError for manifests.
     """
-    if not ORDERS[config.order].has_lanes or config.phases or config.blend_schedule:
+    if not ORDERS[config.order].has_lanes or config.phases:
         raise ConfigError("only the stream order without phases is simulated; set order='stream'")
     rates = min(connection_rate, rank_rate, request_rate, batch_seconds)
     if rates <= 0 or min(latency, request_seconds) < 0 or num_batches < 1:

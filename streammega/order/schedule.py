@@ -241,13 +241,6 @@ class TrainingSchedule:
             tokens += max(0, min(end, sample) - segment.first_sample) * segment.sequence_length
         return tokens
 
-    def sample_with_token(self, token: int) -> int:
-        """The sample that has a token, counted over all samples from 0 on."""
-        first_tokens = [self.tokens_before(segment.first_sample) for segment in self.segments]
-        number = bisect_right(first_tokens, token) - 1
-        segment = self.segments[number]
-        return segment.first_sample + (token - first_tokens[number]) // segment.sequence_length
-
 
 def training_schedule(
     config: DataConfig,
@@ -272,8 +265,7 @@ def resolve_phase_starts(
     """The config in which every phase has its `first_sample`.
 
     global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in
-    StreamingDataset. Raises ConfigError for a global_batch_size below 1. So it does for a token
-    within a step, with those at which the step begins and ends.
+    StreamingDataset. Raises ConfigError for a global_batch_size below 1.
     """
     if all(phase.is_in_samples for phase in config.phases):
         return config
@@ -281,38 +273,23 @@ def resolve_phase_starts(
         raise ConfigError(f"global_batch_size is {global_batch_size}; it must be at least 1")
     phases: list[PhaseConfig] = []
     for phase in config.phases:
+        if phase.first_step is None:
+            phases.append(phase)
+            continue
         before = replace(config, phases=tuple(phases))
         schedule = training_schedule(before, "train", global_batch_size, rampup_batch_size)
-        first_sample = _start_of(phase, schedule)
-        # without the others, which would repeat it if the config is changed later
-        phases.append(replace(phase, first_sample=first_sample, first_step=None, first_token=None))
+        first_sample = schedule.samples_of_step(phase.first_step).start
+        # without the step, which would repeat it if the config is changed later
+        phases.append(replace(phase, first_sample=first_sample, first_step=None))
     return replace(config, phases=tuple(phases))
 
 
 def check_in_samples(phases: Sequence[PhaseConfig]) -> None:
-    """Raise ConfigError for a phase that begins at a step or token: batch sizes are not known here."""
+    """Raise ConfigError for a phase that begins at a step: batch sizes are not known here."""
     for number, phase in enumerate(phases, 1):
         if not phase.is_in_samples:
             raise ConfigError(
-                f"phase {number} begins at a first_step or first_token, and only batch sizes say which "
-                "sample that is: take the config of a dataset that has them, "
+                f"phase {number} begins at a first_step, and only batch sizes say which sample "
+                "that is: take the config of a dataset that has them, "
                 "StreamingDataset(config, ...).config, or give the phase first_sample"
             )
-
-
-def _start_of(phase: PhaseConfig, schedule: TrainingSchedule) -> int:
-    """The first sample of a phase. schedule: of the phases before it alone."""
-    if phase.first_step is not None:
-        return schedule.samples_of_step(phase.first_step).start
-    if phase.first_token is None:
-        return phase.first_sample
-    sample = schedule.sample_with_token(phase.first_token)
-    step_begin = sample - schedule.offset_at(sample)
-    step_end = step_begin + schedule.size_at(sample)
-    if schedule.tokens_before(step_begin) != phase.first_token:
-        raise ConfigError(
-            f"phase {len(schedule.segments)} begins at token {phase.first_token}, within the step of "
-            f"samples [{step_begin}, {step_end}); it may begin at token "
-            f"{schedule.tokens_before(step_begin)} or at {schedule.tokens_before(step_end)}"
-        )
-    return step_begin

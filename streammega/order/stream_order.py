@@ -115,12 +115,11 @@ class StreamOrder:
     """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
 
     Args:
-        weights: relative; one may be zero.
+        weights: relative.
         first_sample: where the phase begins.
         numbers: the datasets' numbers over all phases, in the order in which they first appear;
             None: 0, 1, ...
         earlier: the orders of the phases before it.
-        restart: numbers of the datasets that begin a new epoch here.
     """
 
     datasets: Sequence[StreamDataset]
@@ -133,7 +132,6 @@ class StreamOrder:
     first_sample: int = 0
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
-    restart: frozenset[int] = frozenset()
 
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples are stored: one run of tokens each, or several where a sample joins what
@@ -305,7 +303,7 @@ class StreamOrder:
     def _continues(self, number: int) -> bool:
         """Whether a dataset is drawn in the same samples and lanes as before."""
         before = self.progress.get(number)
-        if before is None or number in self.restart:
+        if before is None:
             return False
         order = before.order
         return order.sequence_length == self.sequence_length and order.lanes == self.lanes
@@ -319,27 +317,18 @@ class StreamOrder:
     def remainders(self) -> Sequence[EpochRemainder | None]:
         """The unread part of each dataset's earlier epochs, in the samples and lanes of this phase.
 
-        A dataset that continues keeps the remainder that it has. None for one that is new or
-        restarts.
+        A dataset that continues keeps the remainder that it has. None for one that is new.
         """
         remainders: list[EpochRemainder | None] = []
         for number in self.dataset_numbers.tolist():
             before = self.progress.get(number)
-            if before is None or number in self.restart:
+            if before is None:
                 remainders.append(None)
             elif self._continues(number):
                 remainders.append(before.remainder)
             else:
                 remainders.append(before.unread(self.sequence_length, self.lanes))
         return remainders
-
-    def dropped(self, column: int) -> EpochRemainder | None:
-        """What a restart leaves unread of a dataset; None for others."""
-        number = int(self.dataset_numbers[column])
-        before = self.progress.get(number)
-        if before is None or number not in self.restart:
-            return None
-        return before.unread(self.sequence_length, self.lanes)
 
     def carried_over(self, column: int) -> EpochRemainder | None:
         """The remainder of a dataset that begins in this phase; None for others."""
@@ -414,7 +403,6 @@ USAGE = np.dtype(
         ("from_remainder", np.int64),  # how many of them are of a remainder
         ("carried_tokens", np.int64),  # of the remainder that begins in this phase
         ("unused_tokens", np.int64),  # its end, too short for a sample until the next change
-        ("dropped_tokens", np.int64),  # left unread by a restart
     ]
 )
 """What samples of one phase take from a dataset."""
@@ -443,9 +431,6 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> Records:
             cut_tokens = carried_over.samples * carried_over.length
             usage["carried_tokens"][column] = carried_over.tokens
             usage["unused_tokens"][column] = carried_over.tokens - cut_tokens
-        dropped = order.dropped(column)
-        if dropped is not None:
-            usage["dropped_tokens"][column] = dropped.tokens
     return usage
 
 

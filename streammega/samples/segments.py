@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,31 +68,26 @@ def blend_of(config: DataConfig, split: str) -> SplitBlend:
 class SegmentDatasets(NamedTuple):
     """The datasets of a segment.
 
-    numbers: over all segments, in the order in which datasets first appear. restart: numbers of
-    those that begin a new epoch.
+    numbers: over all segments, in the order in which datasets first appear.
     """
 
     segment: Segment
     numbers: Sequence[int]
     names: Sequence[DatasetName]
-    restart: frozenset[int]
 
 
 def datasets_of_segments(config: DataConfig, split: str) -> list[SegmentDatasets]:
     """The datasets of each segment of a split. Raises ConfigError where the config gives it
-    nothing, or a phase restarts what it does not draw from.
+    nothing.
     """
     blend_of(config, split)
     spelling_of: dict[str, str] = {}
     number_of: dict[DatasetName, int] = {}
     segments: list[SegmentDatasets] = []
-    for number, segment in enumerate(config.segments(split)):
+    for segment in config.segments(split):
         names = _names([_first_spelling(prefix, spelling_of) for prefix in segment.datasets])
-        restart = [_first_spelling(prefix, spelling_of) for prefix in segment.restart]
-        _check_restart(number, restart, names, number_of)
         numbers = [number_of.setdefault(name, len(number_of)) for name in names]
-        restarted = frozenset(number_of[name] for name in names if name[0] in restart)
-        segments.append(SegmentDatasets(segment, numbers, names, restarted))
+        segments.append(SegmentDatasets(segment, numbers, names))
     return segments
 
 
@@ -162,23 +157,3 @@ def _names(prefixes: Sequence[str]) -> Sequence[DatasetName]:
         names.append((prefix, repeated[prefix]))
         repeated[prefix] += 1
     return names
-
-
-def _check_restart(
-    number: int,
-    restart: Sequence[str],
-    names: Sequence[DatasetName],
-    drawn: Collection[DatasetName],
-) -> None:
-    """Raise ConfigError for a restart of a prefix that the phase does not draw from, or that no
-    phase before it drew from. drawn: the datasets of those.
-    """
-    here = {prefix for prefix, _ in names}
-    before = {prefix for prefix, _ in drawn}
-    for prefix in restart:
-        if prefix not in here or prefix not in before:
-            where = "in its blend" if prefix not in here else "in a phase before it"
-            raise ConfigError(
-                f"phase {number}: restart_datasets names {prefix}, which is not {where}; "
-                "leave it out"
-            )

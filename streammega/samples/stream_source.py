@@ -114,8 +114,7 @@ class StreamSegment(SegmentSource):
         order = self.order
         numbers = order.dataset_numbers.tolist()
         datasets = zip(numbers, self._described_datasets(), strict=True)
-        restart = {"restart_datasets": sorted(order.restart)} if order.restart else {}
-        return restart | {
+        return {
             "first_sample": order.first_sample,
             "sequence_length": order.sequence_length,
             "shuffle_lanes": order.lanes,
@@ -240,7 +239,7 @@ class StreamSource(SampleSource):
         if self._split != "train" and config.num_samples is None:
             return [self._epoch(config, config.shuffle_lanes or lanes, block_bytes)]
         orders: list[StreamOrder] = []
-        for segment, numbers, _, restart in self._segment_datasets:
+        for segment, numbers, _ in self._segment_datasets:
             datasets = [self._datasets[number].parts for number in numbers]
             # a bin has no extra token: that would be of another document
             extra_token = config.add_extra_token and not datasets[0].is_packed
@@ -261,7 +260,6 @@ class StreamSource(SampleSource):
                 first_sample=segment.first_sample,
                 numbers=numbers if orders else None,
                 earlier=tuple(orders),
-                restart=restart,
             )
             try:
                 order.check()

@@ -20,7 +20,7 @@ class DatasetUsage:
     epochs: how often its tokens were read before this phase, and with it. from_remainder: samples
     of the unread part of epochs that were open where lengths or lanes changed. carried_tokens:
     tokens of that part, if it begins in this phase. unused_tokens: its end, too short for a sample
-    until the next change. dropped_tokens: unread tokens that a `restart` leaves out.
+    until the next change.
     """
 
     dataset: str
@@ -31,7 +31,6 @@ class DatasetUsage:
     from_remainder: int
     carried_tokens: int
     unused_tokens: int
-    dropped_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,10 +61,7 @@ def config_facts(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
             if item.name not in MAY_DIFFER:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
     # Without names of datasets and files, which may differ from node to node.
-    phases = [
-        replace(phase, blend=None, restart_datasets=(), exclude_documents=())
-        for phase in config.data.phases
-    ]
+    phases = [replace(phase, blend=None, exclude_documents=()) for phase in config.data.phases]
     facts["data.phases"] = repr(phases)
     # The identity of all samples, with the data of later phases: they are not compared again.
     for name, value in loader.dataset.samples.identity().items():

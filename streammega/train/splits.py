@@ -44,7 +44,6 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         blend_per_split=(None, blend, None),
         split="1,0,0",
         multiple_validation_sets=False,
-        blend_schedule=None,
         phases=(),
     )
     return replace(config, data=data, validation={})

@@ -220,7 +220,6 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
     [
         ("max_request = 3", "did you mean max_request_bytes"),
         ('key = "hidden-value"', "storage_options"),
-        ("RENAMED = 1", "unknown setting RENAMED"),
         ('storage_options = "hidden-value"', "storage_options must be a mapping$"),
         ('retry_timeout = "hidden-value"', "retry_timeout must be a number$"),
         ("cache_dir = [1]", "cache_dir must be text or a path$"),

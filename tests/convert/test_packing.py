@@ -555,7 +555,7 @@ def test_phases_are_of_packed_datasets_of_their_length(packed: str, tmp_path: Pa
                 assert tuple(tokens[:filled].tolist()) in bins[number >= 4]
     for wrong, match in (
         (replace(phase, sequence_length=None), f"bins of {2 * PACK} tokens"),
-        (replace(phase, blend=None, restart_datasets=[packed]), f"bins of {PACK} tokens"),
+        (replace(phase, blend=None), f"bins of {PACK} tokens"),
         (replace(phase, blend=[str(tmp_path / "in")]), "is not"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -425,8 +425,6 @@ def test_what_is_no_config_is_refused_by_its_type(config: Any) -> None:
         ({"exclude_samples": 8}, "exclude_samples is 8"),
         ({"exclude_samples": [(8,)]}, r"exclude_samples is \[\(8,\)\]"),
         ({"exclude_samples": [("a", "b")]}, r"exclude_samples is \[\('a', 'b'\)\]"),
-        ({"order": "stream", "blend_schedule": [0]}, r"blend_schedule is \[0\]"),
-        ({"order": "stream", "blend_schedule": [(0, ["x"])]}, "blend_schedule is"),
         ({"order": "stream", "inter_document_masking": True}, "reset_attention_mask"),
         ({"inter_document_masking": True, "create_attention_mask": True}, "leave one of them out"),
     ],

@@ -166,7 +166,6 @@ def test_settings_are_pythons_own_numbers_from_their_check_on(pair: str, kind: K
             blend=[(pair, half), (pair, of_torch)],
             sequence_length=n(16), eod_id=n(0), pad_id=n(9), vocab_size=n(100), seed=n(3), order="stream",
             num_samples=(n(80), n(0), n(0)), shuffle_lanes=n(16), shuffle_block_bytes=n(64),
-            blend_schedule=[(n(16), array([0.25, 0.75]))],
             exclude_samples=array([[8, 24], [32, 40]]),
             exclude_documents=[(n(5), ["web#1"])],
             storage=StorageConfig(memory_bytes=wide(1 << 20), request_timeout=narrow(5)),
@@ -246,7 +245,7 @@ def test_what_is_no_whole_number_is_refused(
         StreamLoader(stream, **({"micro_batch_size": 2, "global_batch_size": 8} | sizes))
 
 
-@pytest.mark.parametrize("name", ["exclude_samples", "phases", "fields", "blend_schedule"])
+@pytest.mark.parametrize("name", ["exclude_samples", "phases", "fields"])
 def test_a_list_that_can_be_read_once_is_refused(pair: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is .*; it must be a list"):
         once: Any = {name: iter(())}

@@ -179,8 +179,8 @@ def test_pieces_are_fetched_whole_in_every_phase(
 
 
 def longer(root: str | Path, **options: Any) -> DataConfig:
-    """Web in samples of 16; then of 24 beside math, in fewer lanes; then of 32, math beginning a new
-    epoch and web going on with what is left of its own.
+    """Web in samples of 16; then of 24 beside math, in fewer lanes; then both of 32, going on with what is
+    left of their epochs.
     """
     both = [(f"{root}/web", 0.6), (f"{root}/math", 0.4)]
     phases = [
@@ -190,7 +190,6 @@ def longer(root: str | Path, **options: Any) -> DataConfig:
             sequence_length=32,
             global_batch_size=12,
             shuffle_lanes=48,
-            restart_datasets=[f"{root}/math"],
         ),
     ]
     return config_of(root, blend=[f"{root}/web"], phases=phases, **options)
@@ -272,26 +271,17 @@ def covered(readings: list[tuple[int, int, int]]) -> set[tuple[int, int]]:
     return {(sample, token) for sample, start, stop in readings for token in range(start, stop)}
 
 
-def test_phases_of_other_lanes_or_restarts_that_mean_nothing_are_refused(data: Path) -> None:
+def test_phases_of_other_lanes_or_lengths_that_mean_nothing_are_refused(data: Path) -> None:
     sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": BATCH}
-    options: dict[str, Any]
-    for options, message in (
-        ({"shuffle_lanes": 36}, "phase 1: global_batch_size 24 does not divide its 36 lanes"),
-        ({"sequence_length": 10**6}, "phase 1: .*/web holds no sample"),
+    for phase, message in (
         (
-            {"restart_datasets": ["math"]},
-            "phase 1: restart_datasets names math, which is not in its blend",
+            PhaseConfig(first_sample=240, shuffle_lanes=36),
+            "phase 1: global_batch_size 24 does not divide its 36 lanes",
         ),
-        (
-            {"blend": [f"{data}/math"], "restart_datasets": [f"{data}/math"]},
-            "math, which is not in a phase before it",
-        ),
+        (PhaseConfig(first_sample=240, sequence_length=10**6), "phase 1: .*/web holds no sample"),
     ):
-        phase = PhaseConfig(first_sample=240, **options)
         with pytest.raises(ConfigError, match=message):
             StreamLoader(config_of(data, phases=[phase]), **sizes)
-    with pytest.raises(ConfigError, match="restart_datasets is 'web'; it must be a list"):
-        PhaseConfig(first_sample=240, restart_datasets="web")
 
 
 # --- what a state says of the phases ---
@@ -314,12 +304,10 @@ def test_a_state_notices_every_setting_of_a_phase_that_has_begun(data: Path, nam
     other: dict[str, Any] = {
         "first_sample": 264,
         "first_step": 12,
-        "first_token": 264 * LENGTH,
         "blend": [(web, 0.5), (code, 0.5)],
         "global_batch_size": 48,
         "sequence_length": 32,
         "shuffle_lanes": 96,
-        "restart_datasets": [web],
         "exclude_documents": ["web#3"],
     }
     start = {} if name.startswith("first_") else {"first_sample": 240}
@@ -457,7 +445,6 @@ def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> N
             {"phases": [PhaseConfig(first_sample=9), PhaseConfig(first_sample=9)]},
             "phase 2 begins at sample 9, and the one before it at 9",
         ),
-        ({"blend_schedule": [(240, [1.0, 1.0])]}, "give its weights to a phase"),
     ],
 )
 def test_phases_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
@@ -479,6 +466,7 @@ def test_a_phase_says_what_is_wrong_with_it(data: Path) -> None:
             "phase.global_batch_size is 0; it must be at least 1",
         ),
         ({"first_sample": 9, "blend": []}, "the blend is empty"),
+        ({"first_sample": 9, "blend": [("web", 1), ("code", 0)]}, "leave the dataset out instead"),
     ):
         with pytest.raises(ConfigError, match=message):
             PhaseConfig(**settings_of_phase)
@@ -538,7 +526,7 @@ def test_a_dataset_that_phases_spell_in_two_ways_is_one(
     for first, second, third in (again, [["folder/", "web"], ["folder/", "web"], ["web"]]):
         phases = [
             PhaseConfig(first_sample=96, blend=second, sequence_length=24),
-            PhaseConfig(first_sample=192, blend=third, restart_datasets=third),
+            PhaseConfig(first_sample=192, blend=third),
         ]
         config = DataConfig(
             blend=first, phases=phases, sequence_length=16, order="stream", shuffle_lanes=48

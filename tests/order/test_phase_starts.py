@@ -34,7 +34,7 @@ def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
     changes=st.lists(
         st.tuples(
             st.integers(1, 9),
-            st.sampled_from(["first_sample", "first_step", "first_token"]),
+            st.sampled_from(["first_sample", "first_step"]),
             st.sampled_from([None, *SIZES]),
             st.sampled_from([None, 4, 6, 8]),
         ),
@@ -44,7 +44,7 @@ def config_of(*phases: PhaseConfig, **options: Any) -> DataConfig:
     rampup_batch_size=st.sampled_from([None, (2, 2, 20)]),
     skip=st.integers(0, 6),
 )
-def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
+def test_a_phase_begins_where_a_run_that_counts_has_its_step(
     changes: list[tuple[int, str, int | None, int | None]],
     rampup_batch_size: tuple[int, int, int] | None,
     skip: int,
@@ -54,9 +54,7 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
     """
     sample = 0
     step = 1
-    token = 0
     size = 6
-    length = LENGTH
     excluded = 0
     skips = []
     told = []
@@ -72,12 +70,7 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
             else:
                 step += 1
             sample += size
-            token += size * length
-        place: dict[str, Any] = {
-            "first_sample": sample,
-            "first_step": step,
-            "first_token": token,
-        }
+        place: dict[str, Any] = {"first_sample": sample, "first_step": step}
         if step == 1:
             return
         if by == "first_step" and step == 3:
@@ -89,7 +82,6 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
         wanted.append(sample)
         changed = changed or next_size is not None
         size = next_size or size
-        length = next_length or length
     config = config_of(*told, exclude_samples=tuple(skips))
     found = resolve_phase_starts(config, 6, rampup_batch_size)
     assert [phase.first_sample for phase in found.phases] == wanted
@@ -100,10 +92,10 @@ def test_a_phase_begins_where_a_run_that_counts_has_its_step_or_token(
 @pytest.mark.guarantee("phase-by-step")
 def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> None:
     by_step = config_of(PhaseConfig(first_step=5, sequence_length=8))
-    by_token = config_of(PhaseConfig(first_token=96, sequence_length=8))
+    by_sample = config_of(PhaseConfig(first_sample=24, sequence_length=8))
     sizes: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 6}
     one = StreamingDataset(by_step, **sizes)
-    other = StreamingDataset(by_token, **sizes)
+    other = StreamingDataset(by_sample, **sizes)
     assert one.config == other.config
     assert one.tokens_before(30) == 24 * 4 + 6 * 8
     one.seek(30)
@@ -119,17 +111,10 @@ def test_a_dataset_has_its_phases_in_samples_and_a_state_counts_by_them() -> Non
 
 
 @pytest.mark.guarantee("phase-by-step")
-@pytest.mark.parametrize(
-    ("phase", "message"),
-    [
-        ({"first_token": 100}, r"phase 1 begins at token 100, .*at token 96 or at 120"),
-        ({"first_token": 97}, r"within the step of samples \[24, 30\)"),
-        ({"first_sample": 26}, "2 samples into"),
-    ],
-)
-def test_a_phase_within_a_step_is_refused(phase: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StreamingDataset(config_of(PhaseConfig(**phase)), micro_batch_size=2, global_batch_size=6)
+def test_a_phase_within_a_step_is_refused() -> None:
+    config = config_of(PhaseConfig(first_sample=26))
+    with pytest.raises(ConfigError, match=r"2 samples into .* begin at 24 or at 30"):
+        StreamingDataset(config, micro_batch_size=2, global_batch_size=6)
 
 
 def test_a_phase_says_once_where_it_begins() -> None:
@@ -139,13 +124,10 @@ def test_a_phase_says_once_where_it_begins() -> None:
         PhaseConfig(first_sample=6, first_step=2)
     with pytest.raises(ConfigError, match="first_step of a phase is 1; it must be at least 2"):
         PhaseConfig(first_step=1)
-    with pytest.raises(ConfigError, match="a phase begins at a first_sample, a first_step or a"):
+    with pytest.raises(ConfigError, match="a phase begins at a first_sample or a first_step"):
         PhaseConfig(blend=[MOCK])
     config = config_of(PhaseConfig(first_step=4), PhaseConfig(first_sample=12))
     with pytest.raises(ConfigError, match=r"phase 2 begins at sample 12, .* at 18"):
         resolve_phase_starts(config, 6)
     with pytest.raises(ConfigError, match="only batch sizes say"):
         locate(config, [0])
-    scheduled = config_of(PhaseConfig(first_step=4), blend_schedule=[(30, [1.0])])
-    with pytest.raises(ConfigError, match="where the phase from 18 on holds"):
-        resolve_phase_starts(scheduled, 6)

@@ -58,7 +58,6 @@ def chain_of(first: StreamOrder, later: Sequence[dict[str, Any]]) -> PhasedOrder
     """The orders of a first phase and of those that follow it. later: what changes in each."""
     orders = [first]
     for changes in later:
-        changes = {"restart": frozenset(), **changes}
         orders.append(replace(orders[-1], earlier=tuple(orders), **changes))
     return PhasedOrder(orders)
 
@@ -82,16 +81,14 @@ def some_datasets(draw: st.DrawFn, count: int) -> list[StreamDataset]:
 @st.composite
 def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
     """Up to five phases over up to four datasets, any of which may come, go and come back. With
-    `cut_anew` samples and lanes change at any time; else only for what begins a new epoch.
+    `cut_anew` samples and lanes change at any time; else only for datasets that are new.
     """
     datasets = draw(some_datasets(4))
     lanes = draw(st.sampled_from([1, 2, 6, 8, 12]))
     weights = st.sampled_from([1e-3, 0.1, 0.3, 0.9, 5.0])
-    numbered: list[int] = []
     blends = []
     for _ in range(draw(st.integers(1, 5))):
         members = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
-        numbered += [member for member in members if member not in numbered]
         blends.append([(member, draw(weights)) for member in members])
     first = StreamOrder(
         datasets=[datasets[member] for member, _ in blends[0]],
@@ -106,25 +103,24 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
     later = []
     shape = (LENGTH, lanes)
     shapes = {member: shape for member, _ in blends[0]}
-    for blend in blends[1:]:
+    for drawn in blends[1:]:
         # in the middle of a row as well: a global batch is a part of it
         first_sample += draw(st.integers(1, 12 * lanes))
         shape = draw(st.sampled_from([shape, shape, (3, 6), (LENGTH, 12)]))
         if cut_anew and draw(st.booleans()):
             shape = (draw(st.integers(1, LONGEST)), draw(st.sampled_from([1, 3, 4, 12])))
-        restart = {
-            numbered.index(member)
-            for member, _ in blend
-            if not cut_anew and (shapes.get(member, shape) != shape or draw(st.integers(0, 7)) == 0)
-        }
+        if not cut_anew:
+            known = [shapes[member] for member, _ in drawn if member in shapes]
+            shape = known[0] if known else shape
+        blend = [pair for pair in drawn if cut_anew or shapes.get(pair[0], shape) == shape]
         shapes |= {member: shape for member, _ in blend}
+        numbered = list(shapes)
         later.append(
             {
                 "first_sample": first_sample,
                 "numbers": [numbered.index(member) for member, _ in blend],
                 "datasets": [datasets[member] for member, _ in blend],
                 "weights": [weight for _, weight in blend],
-                "restart": frozenset(restart),
                 "sequence_length": shape[0],
                 "lanes": shape[1],
             }
@@ -135,22 +131,18 @@ def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
 class Lanes:
     """What every lane of a chain draws, one sample after the other: slow, and without any sum.
 
-    A lane that draws from a dataset for the c-th time since it began anew takes what it would take
-    in row c if it had that dataset alone, in epochs behind those that had begun.
+    A lane that draws from a dataset for the c-th time takes what it would take in row c if it had that
+    dataset alone.
     """
 
     def __init__(self, order: PhasedOrder) -> None:
         self.order = order
         self.phase = -1
-        self.drawn: Counter[tuple[int, int, int]] = Counter()
-        self.began: Counter[int] = Counter()  # how often each dataset began anew
-        self.epochs: Counter[int] = Counter()  # how many of its epochs have begun
-        self.alone: dict[tuple[int, int], StreamOrder] = {}
+        self.drawn: Counter[tuple[int, int]] = Counter()
+        self.alone: dict[int, StreamOrder] = {}
 
-    def draw(self, sample: int) -> tuple[tuple[int, int], int, int]:
-        """((number of the dataset, how often it began anew), lane, which of its draws since) of the
-        next sample.
-        """
+    def draw(self, sample: int) -> tuple[int, int, int]:
+        """(number of the dataset, lane, which of its draws) of the next sample."""
         number = max(n for n, p in enumerate(self.order.phases) if p.first_sample <= sample)
         while self.phase < number:
             self.phase += 1
@@ -161,27 +153,22 @@ class Lanes:
         assert tree.segment == number
         column, _ = choose(row, lane, number, tree.fractions, len(phase.datasets), tree.key)
         dataset = int(phase.dataset_numbers[column])
-        era = (dataset, self.began[dataset])
-        draw = self.drawn[(*era, lane)]
-        self.drawn[(*era, lane)] += 1
-        _, epoch, _ = self.place(era, lane, draw)
-        self.epochs[dataset] = max(self.epochs[dataset], epoch + 1)
-        return era, lane, draw
+        draw = self.drawn[dataset, lane]
+        self.drawn[dataset, lane] += 1
+        return dataset, lane, draw
 
-    def place(self, era: tuple[int, int], lane: int, draw: int) -> tuple[int, int, int]:
+    def place(self, dataset: int, lane: int, draw: int) -> tuple[int, int, int]:
         """(run, epoch, samples of the run) of a draw."""
-        alone = self.alone[era]
+        alone = self.alone[dataset]
         group = int(alone.lanes_per_run[0])
         size = int(alone.layout.datasets["size"][0])
         run = lane // group
         members = range(run * group, (run + 1) * group)
         length = sum(size // alone.lanes + (member < size % alone.lanes) for member in members)
-        first_epoch = int(alone.first_epochs[0])
-        return run, first_epoch + (draw * group + lane % group) // length, length
+        return run, (draw * group + lane % group) // length, length
 
     def _begin(self, phase: StreamOrder) -> None:
         for number, dataset in zip(phase.dataset_numbers.tolist(), phase.datasets, strict=True):
-            self.began[number] += number in phase.restart
             alone = replace(
                 phase,
                 datasets=[dataset],
@@ -189,19 +176,16 @@ class Lanes:
                 numbers=[number],
                 first_sample=0,
                 earlier=(),
-                restart=frozenset(),
             )
-            if (number, self.began[number]) not in self.alone:
-                alone.__dict__["first_epochs"] = np.array([self.epochs[number]])
-                self.alone[number, self.began[number]] = alone
+            self.alone.setdefault(number, alone)
 
     def locate(self, total: int) -> list[Row]:
         """Where the next samples lie."""
         draws = [self.draw(sample) for sample in range(total)]
         places = []
-        for era in dict.fromkeys(era for era, _, _ in draws):
-            alone = self.alone[era]
-            mine = [place for place, draw in enumerate(draws) if draw[0] == era]
+        for dataset in dict.fromkeys(dataset for dataset, _, _ in draws):
+            alone = self.alone[dataset]
+            mine = [place for place, draw in enumerate(draws) if draw[0] == dataset]
             ids = [draws[place][2] * alone.lanes + draws[place][1] for place in mine]
             places += list(zip(mine, rows(alone.locate(np.array(ids))), strict=True))
         return [row for _, row in sorted(places)]
@@ -311,21 +295,19 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
     last = order.phases[-1]
     total = last.first_sample + 40 * last.lanes
     lanes = Lanes(order)
-    seen: dict[tuple[tuple[int, int], int, int], list[Row]] = {}
+    seen: dict[tuple[int, int, int], list[Row]] = {}
     for sample, row in enumerate(rows(order.locate(np.arange(total)))):
-        era, lane, draw = lanes.draw(sample)
-        run, epoch, length = lanes.place(era, lane, draw)
-        found = seen.setdefault((era, run, epoch), [])
+        dataset, lane, draw = lanes.draw(sample)
+        run, epoch, length = lanes.place(dataset, lane, draw)
+        found = seen.setdefault((dataset, run, epoch), [])
         found.append(row)
         assert len(set(found)) == len(found) <= length
-    for (era, run, epoch), found in seen.items():
-        group = int(lanes.alone[era].lanes_per_run[0])
+    for (dataset, run, epoch), found in seen.items():
+        group = int(lanes.alone[dataset].lanes_per_run[0])
         members = range(run * group, (run + 1) * group)
-        ends = [lanes.place(era, lane, lanes.drawn[(*era, lane)]) for lane in members]
+        ends = [lanes.place(dataset, lane, lanes.drawn[dataset, lane]) for lane in members]
         if all(reached > epoch for _, reached, _ in ends):
             assert len(found) == ends[0][2]
-    epochs = {(era[0], epoch): era for era, _, epoch in seen}
-    assert all(epochs[era[0], epoch] == era for era, _, epoch in seen), "an epoch was begun twice"
 
 
 @pytest.mark.guarantee("phases-lane-goes")
@@ -589,11 +571,8 @@ def test_what_phases_take_from_datasets_is_what_a_scan_counts(
         for column, dataset in enumerate(phase.dataset_numbers.tolist()):
             assert dealt["samples"][column] == (number == dataset).sum()
             assert dealt["from_remainder"][column] <= dealt["samples"][column]
-            for rest, tokens in (
-                (phase.carried_over(column), dealt["carried_tokens"][column]),
-                (phase.dropped(column), dealt["dropped_tokens"][column]),
-            ):
-                assert tokens == (0 if rest is None else rest.tokens)
+            rest = phase.carried_over(column)
+            assert dealt["carried_tokens"][column] == (0 if rest is None else rest.tokens)
             assert dealt["unused_tokens"][column] < phase.sequence_length
         if not cut_anew:
             assert not dealt["from_remainder"].any()

@@ -266,7 +266,7 @@ OF_AN_ORDER: dict[Order, dict[str, Any]] = {
     "sequential": {"num_samples": (48, 0, 0)},
 }
 NOTICED_IN_OTHER_TESTS = {
-    *("order", "blend_per_split", "blend_schedule", "exclude_documents"),
+    *("order", "blend_per_split", "exclude_documents"),
     "balance_attention_cost",
 }
 MAY_CHANGE = {

@@ -180,12 +180,12 @@ def test_counts_of_large_blends_stay_within_their_bounds() -> None:
 
 
 @pytest.mark.guarantee("later-segment-schedule")
-def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset_late() -> None:
+def test_a_later_phase_of_other_weights_never_changes_the_past_and_adds_a_dataset_late() -> None:
     parts = [
         StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)
     ]
     shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
-    alone = StreamOrder(datasets=parts, weights=[0.6, 0.4, 0.0], **shape)
+    alone = StreamOrder(datasets=parts[:2], weights=[0.6, 0.4], **shape)
     changed = {
         "first_sample": 600,
         "numbers": range(3),
@@ -200,7 +200,7 @@ def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset
     assert not (b.dataset[:600] == 2).any()
     assert abs((b.dataset[600:] == 2).mean() - 0.6) < 0.02
     for d in range(3):  # a dataset goes on where it was: no sample twice before its epoch ends
-        size = int(alone.layout.datasets["size"][d])
+        size = int(later.phases[1].layout.datasets["size"][d])
         mine = [row for row in rows(b) if row[0] == d][: size // 2]
         assert len(set(mine)) == len(mine)
     np.testing.assert_array_equal(
@@ -631,21 +631,6 @@ def test_settings_that_cannot_work_are_refused(
         StreamLoader(config, split="valid", micro_batch_size=1, global_batch_size=24)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ([(9, [1.0]), (9, [1.0])], "starts must rise"),
-        ([(24, [1.0, 1.0])], "needs 1 weights"),
-        ([(24, [0.0])], "not all zero"),
-    ],
-)
-def test_schedules_that_mean_nothing_are_refused(
-    tmp_path: Path, schedule: Any, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stream_config("a", tmp_path, blend_schedule=schedule)
-
-
 @pytest.mark.guarantee("order-never-changes")
 def test_golden_stream_order() -> None:
     """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the
@@ -747,13 +732,14 @@ def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.guarantee("later-segment-schedule")
-def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(
+def test_weights_to_come_may_be_changed_at_a_resume_and_those_of_the_past_not(
     shards: str, tmp_path: Path
 ) -> None:
-    blend = [(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 1.0)]
-    early = (0, [1.0, 0.0])
-    late = (480, [0.5, 0.5])
-    config = stream_config(blend, tmp_path, blend_schedule=[early, late])
+    def blend(first: float, second: float) -> Any:
+        return [(f"{shards}/shard-0", first), (f"{shards}/shard-2", second)]
+
+    phase = PhaseConfig(first_sample=480, blend=blend(0.5, 0.5))
+    config = stream_config([f"{shards}/shard-0"], tmp_path, phases=[phase])
     source = StreamSource(config, "train", 24)
     dataset = source.locate(np.arange(960)).dataset
     assert set(dataset[:480].tolist()) == {0}
@@ -763,9 +749,9 @@ def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(
         before = loader.state_dict()
         loader.seek(720)
         after = loader.state_dict()
-    changed = replace(config, blend_schedule=[early, (480, [0.1, 0.9])])
+    changed = replace(config, phases=[replace(phase, blend=blend(0.1, 0.9))])
     assert len(tokens_of(changed, 1, 24, 24, before)) == 24
     with pytest.raises(StateError, match=r"phases\.1"):
         tokens_of(changed, 1, 24, 24, after)
     with pytest.raises(StateError, match="datasets"):
-        tokens_of(replace(config, blend_schedule=[(0, [0.5, 0.5]), late]), 1, 24, 24, before)
+        tokens_of(replace(config, blend=blend(0.5, 0.5)), 1, 24, 24, before)

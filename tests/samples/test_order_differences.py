@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig
+from streammega import DataConfig, PhaseConfig
 from streammega.cli.main import main
 from streammega.samples.order_differences import OrderDifferences, compare_orders
 from streammega.samples.provenance import Provenance
@@ -70,14 +70,14 @@ def rows_of(extents: Any, sample: int) -> list[tuple[int, ...]]:
 @pytest.mark.guarantee("diff-orders-names")
 def test_a_later_segment_of_a_blend_leaves_what_is_before_it() -> None:
     one = config_of("stream")
-    found = compared(one, replace(one, blend_schedule=[(0, (0.6, 0.4)), (800, (0.1, 0.9))]))
+    phase = PhaseConfig(first_sample=800, blend=[(WEB, 0.1), (CODE, 0.9)])
+    found = compared(one, replace(one, phases=[phase]))
     assert list(found.settings) == ["phases.1"]
     assert found.first is not None
     assert 800 <= found.first < 900
     assert found.shared < found.looked_at
-    assert compared(
-        one, replace(one, blend_schedule=[(0, (0.6, 0.4)), (1990, (0.1, 0.9))]), 1900
-    ).same
+    late = replace(phase, first_sample=1990)
+    assert compared(one, replace(one, phases=[late]), 1900).same
 
 
 @pytest.mark.guarantee("diff-orders-names")

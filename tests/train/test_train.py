@@ -286,28 +286,13 @@ def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None
     assert config.num_samples() == (128, 48, 0)
 
 
-def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
-    config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
-    assert str(config.data.index_cache_dir) == "/tmp/c"
-    config = load_run(
-        run_file,
-        ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.max_retries=3"],
-    )
-    assert (
-        config.data.storage.cache_chunk_bytes,
-        config.data.storage.max_retries,
-        config.data.seed,
-    ) == (
-        2097152,
-        3,
-        7,
-    )
+def test_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
     assert len(open_without_ranks(weighted)) == 64
     text = (
         Path(run_file)
         .read_text()
-        .replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
+        .replace(f'blend = ["{pair}"]', f'blend = "0.3 {pair} 0.7 {pair}"')
     )
     Path(run_file).write_text(text)
     assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
@@ -326,10 +311,6 @@ RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nse
         ("[data]\nblend='a'\nsequence_length=1", "no .model. section"),
         (f"{RUN_WITH}[data.phases]\nfirst_sample=8", "write \\[\\[data.phases\\]\\] before each"),
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
-        (
-            f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart_datasets='a'",
-            "data.phases.restart_datasets is text; it must be a list",
-        ),
         (f"{RUN_WITH}fields='tokens'", "data.fields is text; it must be a list"),
         (f"{RUN_WITH}storage.storage_options='a'", "storage_options is text; it must be a mapping"),
     ],

@@ -21,17 +21,6 @@ from streammega.errors.words import pluralize
 from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.train.config.settings import ModelConfig, ParallelConfig, TrainConfig
 
-MEGATRON_NAMES = {
-    "data_path": "blend",
-    "seq_length": "sequence_length",
-    "path_to_cache": "index_cache_dir",
-    "path_to_idx_cache": "index_cache_dir",
-    "object_storage_cache_path": "index_cache_dir",
-    "random_seed": "seed",
-    "bin_chunk_nbytes": "storage.cache_chunk_bytes",
-}
-"""Settings of [data] under the names that Megatron has for them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -53,7 +42,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         data, train = self.data, self.train
-        # Every phase has its first sample. All other code uses it, and neither steps nor tokens.
+        # Every phase has its first sample. All other code uses it, and no step.
         data = resolve_phase_starts(data, train.global_batch_size, train.rampup_batch_size)
         object.__setattr__(self, "data", data)  # the way to set a field of what is frozen
         self._set_vocabulary()
@@ -146,8 +135,6 @@ def _run_of_table(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """`load_run` of a file that was read."""
     for override in overrides:
         _apply(table, override)
-    if isinstance(table.get("data"), dict):
-        table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
     _check_phases(table.get("data"))
     # Each class checks the types of its fields by itself.
@@ -174,21 +161,6 @@ def _check_phases(data: Any) -> None:
         )
     for phase in phases:
         _check_names(phase, PhaseConfig, "data.phases.")
-
-
-def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
-    """[data] with our names in place of Megatron's. If a setting has both names, the later one counts."""
-    renamed: dict[str, Any] = {}
-    for name, value in data.items():
-        ours = MEGATRON_NAMES.get(name, name)
-        section, _, setting = ours.rpartition(".")
-        if section:
-            renamed[section] = renamed.get(section, {}) | {setting: value}
-        elif isinstance(value, dict):
-            renamed[ours] = renamed.get(ours, {}) | value
-        else:
-            renamed[ours] = value
-    return renamed
 
 
 def _to_float(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
@@ -38,12 +38,6 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the ranks divide the work; data parallelism is what the sizes leave of the world."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "order": "rank_order",
-        "virtual_stages": "virtual_pipeline_stages",
-    }
-    """Settings of earlier versions, and their names now."""
 
     tp: int = 1
     """Tensor parallelism: each layer is split over so many ranks."""
@@ -82,18 +76,6 @@ class TrainConfig:
     """Steps, batches, optimizer, intervals. Intervals and lengths in iterations; a zero interval
     means never.
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "iters": "train_iters",
-        "rampup": "rampup_batch_size",
-        "decay": "lr_decay_style",
-        "decay_by": "lr_decay_unit",
-        "largest_gradient": "max_grad_value",
-        "rewind": "resume_from_step",
-        "hash_batches": "log_batch_hash",
-        "timeout": "collective_timeout",
-    }
-    """Settings of earlier versions, and their names now."""
 
     train_iters: Annotated[int, Ge(1)]
     """Optimizer steps of the whole run; the learning-rate schedule ends here."""
