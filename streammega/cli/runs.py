@@ -167,7 +167,6 @@ def _load(dataset: str) -> None:
         "reset_position_ids": True,
         "eod_mask_loss": True,
         "create_attention_mask": True,
-        "balance_attention_cost": True,
     }
     blend = {"blend": ["0.3", dataset, "0.7", dataset]}
     # Read as objects are, and through a cache.

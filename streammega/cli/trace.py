@@ -18,12 +18,10 @@ from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quic
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
-from streammega.errors.cached_property import cached_property
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset.provenance import DocumentOrigin
-    from streammega.loading.micro_steps import BalancedBatches
     from streammega.order.schedule import TrainingSchedule
     from streammega.samples.document_names import DocumentName
     from streammega.samples.provenance import Provenance, TracedRun, TracedSample
@@ -314,24 +312,8 @@ class TracedRunFile:
         schedule = self.schedule
         config = self.provenance.config
         first = sample - schedule.offset_at(sample)
-        if config.balance_attention_cost:
-            dealt = self._balanced.sample_ids(first, schedule.size_at(sample))
-            _, (rank,), _ = np.nonzero(dealt == sample)
-            return int(rank)
         contiguous = ORDERS[config.order].has_contiguous_ranks
         return rank_of(sample, first, self.micro_batch_size, ranks, contiguous=contiguous)
-
-    @cached_property
-    def _balanced(self) -> BalancedBatches:
-        """How global batches are dealt out by cost."""
-        from streammega.loading.micro_steps import BalancedBatches
-
-        assert self.ranks is not None
-        return BalancedBatches(
-            samples=self.provenance.source,
-            micro_batch_size=self.micro_batch_size,
-            dp_size=self.ranks,
-        )
 
 
 def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:

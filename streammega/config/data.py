@@ -259,11 +259,6 @@ class DataConfig(FieldsConfig):
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/phases.md.
     """
-    balance_attention_cost: bool = False
-    """Distribute the samples of a global batch over ranks and micro-batches so that attention over
-    their documents costs each the same, by the lengths in the `.idx`. Needs reset_attention_mask or
-    inter_document_masking. Global batches stay the same sets.
-    """
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     index_publish_url: str | None = None
@@ -288,12 +283,6 @@ class DataConfig(FieldsConfig):
         self._check_blends()
         if self.inter_document_masking:
             self._check_masking()
-        if self.balance_attention_cost and not self.documents_are_apart:
-            raise ConfigError(
-                "balance_attention_cost goes by the lengths of documents that do not see each other; set "
-                "reset_attention_mask or inter_document_masking, without which all samples cost "
-                "the same"
-            )
         check_ranges(self.exclude_samples)
         if self.phases:
             check_phases(self.phases, self.order)
@@ -329,13 +318,6 @@ class DataConfig(FieldsConfig):
         super()._check_all_is_learned()
         if not self.add_extra_token:
             raise ConfigError(NO_MASK.format("add_extra_token=False"))
-
-    @property
-    def documents_are_apart(self) -> bool:
-        """Whether batches say where documents begin, so that attention does not pass their
-        bounds.
-        """
-        return self.reset_attention_mask or self.inter_document_masking
 
     def segments(self, split: str) -> list[Segment]:
         """What holds in a split from which sample on. Training alone has more than one, so that

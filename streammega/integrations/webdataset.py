@@ -54,7 +54,6 @@ OF_DATASETS = (
     "phases",
     "inter_document_masking",
     "return_dataset_ids",
-    "balance_attention_cost",
 )
 """Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
 but that change what is trained on.

@@ -1,4 +1,5 @@
-"""The documents of a file of tokens, by the arrays of its `.idx`, and its ids.
+"""The documents of a file of tokens, by the arrays of its `.idx`, and its ids; and how they are packed
+into bins.
 
 offsets (bytes, ascending), lengths [sequences]; bounds [documents + 1]: the first sequence of each
 document. Rows are tokens [start[r], stop[r]) of the file. Values of a damaged index that lead
@@ -67,30 +68,6 @@ def list_documents(offsets, bounds, itemsize, start, stop, first_row, starts, st
 
 
 @kernel
-def add_document_costs(offsets, bounds, itemsize, start, stop, sample, costs) -> None:
-    """Add to costs [samples], int64, the squared tokens of each document in each row r, for
-    sample[r].
-
-    Cost: two binary searches for each row, then one step for each document in it.
-    """
-    for r in range(len(start)):
-        token = start[r]
-        end = stop[r]
-        sequence = np.searchsorted(offsets, token * itemsize, "right") - 1
-        document = max(np.searchsorted(bounds, sequence, "right") - 1, 0)
-        while token < end:
-            document += 1
-            stretch_end = end
-            # a damaged index may name sequences outside of its arrays: as if at their end
-            if document < len(bounds) and 0 <= bounds[document] < len(offsets):
-                stretch_end = min(end, offsets[bounds[document]] // itemsize)
-            if stretch_end > token:
-                length = stretch_end - token
-                costs[sample[r]] += length * length
-                token = stretch_end
-
-
-@kernel
 def id_range(ids):
     """(least, greatest) of at least one id. Cost: one read, vectorised in the ids' own width."""
     low = ids[0]
@@ -141,3 +118,71 @@ def find_overlaps(file, start, stop, first, low, high, row, place):
             count += 1
             k += 1
     return count
+
+
+@kernel
+def best_fit(sizes, largest_first, capacity, max_items, bins):
+    """Fill bins [items], int64, with the number of the bin of `capacity` that each item goes into;
+    returns how many bins there are.
+
+    sizes [items], at most the capacity; largest_first [items]: the items, sorted. An item goes into
+    the bin with the least room that fits it; of bins with the same room, into the one that was used
+    last. A bin holds at most max_items. Cost: O(log capacity) for each item.
+    """
+    # Bins by their room: a stack for each room, and a tree to find the least room from a size on that
+    # any bin has. Leaf r of the tree, at `leaves + r`, counts the bins with room r.
+    leaves = 1
+    while leaves <= capacity:
+        leaves *= 2
+    counts = np.zeros(2 * leaves, np.int32)
+    top = np.full(capacity + 1, -1, np.int64)
+    below = np.empty(len(sizes), np.int64)
+    items_of_bin = np.zeros(len(sizes), np.int64)
+    num_bins = 0
+    for item in largest_first:
+        size = sizes[item]
+        room = _least_room(counts, leaves, size)
+        if room < 0:
+            room = capacity
+            chosen = num_bins
+            num_bins += 1
+        else:
+            chosen = top[room]
+            top[room] = below[chosen]
+            _add(counts, leaves, room, -1)
+        bins[item] = chosen
+        items_of_bin[chosen] += 1
+        new_room = room - size
+        if new_room > 0 and items_of_bin[chosen] < max_items:
+            below[chosen] = top[new_room]
+            top[new_room] = chosen
+            _add(counts, leaves, new_room, 1)
+    return num_bins
+
+
+@kernel
+def _add(counts, leaves, room, change) -> None:
+    """Change the count of bins with a room."""
+    node = leaves + room
+    while node:
+        counts[node] += change
+        node //= 2
+
+
+@kernel
+def _least_room(counts, leaves, size):
+    """The least room of a bin that fits `size`; -1 if none does."""
+    node = leaves + size
+    if counts[node]:
+        return size
+    # up to the first subtree on the right that holds a bin, and down along its left edge
+    while node > 1:
+        if node % 2 == 0 and counts[node + 1]:
+            node += 1
+            while node < leaves:
+                node *= 2
+                if not counts[node]:
+                    node += 1
+            return node - leaves
+        node //= 2
+    return -1

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,102 +18,15 @@ from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.errors.cached_property import cached_property
-from streammega.kernels.documents import add_document_costs
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.sharding import balanced_places, check_resume, rank_samples
+from streammega.order.sharding import check_resume, rank_samples
 from streammega.order.state import make_state
-from streammega.samples.fetch import rows_of
 from streammega.samples.fields import Batch
 from streammega.samples.segments import prefixes_of
-from streammega.samples.source import (
-    SampleSource,
-    SegmentSource,
-    all_files,
-    file_of_rows,
-    first_datasets,
-)
-from streammega.samples.token_file import open_indices, tokenizer_origin
+from streammega.samples.source import SampleSource, first_datasets
+from streammega.samples.token_file import tokenizer_origin
 
 log = logging.getLogger(__name__)
-
-Integers = NDArray[np.int64]
-
-
-def attention_costs(segment: SegmentSource, sample_ids: Integers) -> Integers:
-    """The sum of the squared document lengths of each sample, int64 [samples].
-
-    All other costs are the same for every sample. Documents are those of the `.idx`. In the Megatron
-    order, which shuffles sequences, each sequence counts as a document. Raises FormatError if the
-    sequences of an index are not in order, StorageError if it cannot be read.
-    """
-    extents = segment.locate(sample_ids)
-    rows = rows_of(extents)
-    # The extra token of a sample is only a label.
-    inputs_end = np.minimum(rows.column + rows.size, segment.config.sequence_length)
-    num_inputs = np.maximum(inputs_end - rows.column, 0)
-    files = all_files(segment.files)
-    number_of_file = file_of_rows(segment.files, extents)
-    costs = np.zeros(len(extents), np.int64)
-    in_bounds = np.zeros(len(num_inputs), np.bool_)
-    for number, file, arrays in open_indices(files, number_of_file):
-        # one file at a time, because each file has its own arrays
-        of_file = np.flatnonzero(number_of_file == number)
-        in_bounds[of_file] = True
-        start = extents.start[of_file]
-        add_document_costs(
-            arrays.offsets, arrays.bounds, file.dtype.itemsize,
-            start, start + num_inputs[of_file], rows.sample[of_file], costs,
-        )  # fmt: skip
-    # in files without bounds each row is a document
-    alone = np.flatnonzero(~in_bounds)
-    np.add.at(costs, rows.sample[alone], num_inputs[alone] ** 2)
-    return costs
-
-
-MAX_CACHED_BATCHES = 8
-"""Global batches whose samples are cached: the planner needs them first, and later the caller."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BalancedBatches:
-    """The samples of every micro-batch of a global batch, balanced by attention cost.
-
-    They depend only on the numbers of the samples and the lengths of their documents.
-    """
-
-    samples: SampleSource
-    micro_batch_size: int
-    dp_size: int
-
-    def sample_ids(self, first: int, size: int) -> Integers:
-        """Global sample ids of the batch [first, first + size), int64 [micro-steps, dp_size,
-        micro_batch_size].
-        """
-        return self._cached_sample_ids(first, size)
-
-    @cached_property
-    def _cached_sample_ids(self) -> Callable[[int, int], Integers]:
-        # Caches a function, not a method: the cache of a method would keep this object alive, and
-        # with it all open files.
-        deal = partial(_deal_batch, self.samples, self.micro_batch_size, self.dp_size)
-        return lru_cache(MAX_CACHED_BATCHES)(deal)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the cache, which each process fills by itself."""
-        return {
-            name: value for name, value in self.__dict__.items() if name != "_cached_sample_ids"
-        }
-
-
-def _deal_batch(
-    samples: SampleSource, micro_batch_size: int, dp_size: int, first: int, size: int
-) -> Integers:
-    """Compute `BalancedBatches.sample_ids`."""
-    sample_ids = np.arange(first, first + size, dtype=np.int64)
-    costs = attention_costs(samples.segment_at(first), sample_ids)
-    return first + balanced_places(costs, micro_batch_size, dp_size)
-
 
 NO_END = 1 << 62
 """The end of an endless stream: more samples than any run consumes."""
@@ -213,10 +125,6 @@ class MicroSteps:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
         micro_batch_size].
         """
-        if self._balanced is not None:
-            positions = np.asarray(consumed, np.int64)
-            ids = [self._balanced_ids(position) for position in positions.reshape(-1).tolist()]
-            return np.array(ids, np.int64).reshape(*positions.shape, self.micro_batch_size)
         return rank_samples(
             consumed,
             self.micro_batch_size,
@@ -224,22 +132,6 @@ class MicroSteps:
             self.dp_size,
             contiguous=ORDERS[self.config.order].has_contiguous_ranks,
         )
-
-    @cached_property
-    def _balanced(self) -> BalancedBatches | None:
-        """How global batches are divided by cost; None: they are divided by sample number."""
-        if not self.config.balance_attention_cost:
-            return None
-        return BalancedBatches(
-            samples=self.samples, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size
-        )
-
-    def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
-        assert self._balanced is not None
-        offset = self.schedule.offset_at(consumed)
-        batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
-        ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
-        return ids
 
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
@@ -318,22 +210,11 @@ class MicroSteps:
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
         return make_state(
-            self.identity(consumed),
+            self.samples.identity(consumed),
             consumed,
             self.schedule.offset_at(consumed),
             global_batch_size=self.schedule.global_batch_size,
         )
-
-    def identity(self, consumed: int) -> dict[str, Any]:
-        """The values that define the order of the samples before `consumed`.
-
-        Within a balanced batch they include the size of the batch: with another size, or without
-        balancing, the batch would have begun with other samples. Between batches the size is free.
-        """
-        identity = self.samples.identity(consumed)
-        if self.config.balance_attention_cost and self.schedule.offset_at(consumed):
-            identity["balanced_batch"] = self.schedule.size_at(consumed)
-        return identity
 
     def check_position(self, consumed: int) -> None:
         """Raise StateError unless these ranks can continue at `consumed`."""

@@ -176,8 +176,6 @@ def _blocks_to_prefetch(
     if order.lanes % steps.step_samples:
         # this rank shares its lanes with other ranks, so each of them would fetch the same blocks
         return nothing
-    if steps.config.balance_attention_cost and not _keeps_order_in_lanes(steps, order):
-        return nothing
     itemsizes = np.array([dataset.itemsize for dataset in order.datasets], np.int64)
     # A block is its samples end to end and one extra token. Each further shard that it continues in
     # adds another: memory_plan.py has room for these.
@@ -201,22 +199,6 @@ def _reads_only_blocks(steps: MicroSteps, table: FileTable, start: int, num_in_b
     files_of_datasets = [_files_of(order, dataset, table) for dataset in range(len(order.datasets))]
     num_remote = sum(not table.local[files].all() for files in files_of_datasets)
     return num_in_blocks == num_remote
-
-
-def _keeps_order_in_lanes(steps: MicroSteps, order: StreamOrder) -> bool:
-    """Whether this reader takes every lane in its order although batches are balanced by cost.
-
-    Balancing permutes the samples of one global batch, and never moves a sample to another batch.
-    With several ranks, a rank then takes an arbitrary part of each lane. A single rank takes all
-    samples; consecutive samples are in different lanes, as long as there are enough lanes. So a lane
-    keeps its order if no global batch has more samples than there are lanes.
-    """
-    if steps.dp_size > 1:
-        return False
-    # The config alone does not ensure this: a state brings its number of lanes along, and the run
-    # that resumes it may have larger global batches. Stages include those of later phases.
-    largest = max(stage.global_batch_size for stage in steps.schedule.stages)
-    return largest <= order.lanes
 
 
 def _is_worth_prefetching(dataset: int, order: StreamOrder, table: FileTable) -> bool:
@@ -249,8 +231,6 @@ def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[
     The number of lanes must be a multiple of the samples in a micro-step of all ranks. Then each rank
     takes every sample of its lanes, and the number of its lanes is the same wherever it begins.
     """
-    if steps.config.balance_attention_cost:
-        return np.arange(order.lanes)  # there is one rank, which takes all lanes
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples)
     lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
     return lanes

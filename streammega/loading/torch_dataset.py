@@ -178,8 +178,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def dataset_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset of each sample of this rank's micro-batch in the micro-step at `consumed`.
 
-        int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token. With
-        `balance_attention_cost` it reads the .idx.
+        int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token.
         """
         sample_ids = self.sample_ids(consumed)
         extents = self.samples.locate(sample_ids.reshape(-1))
@@ -335,7 +334,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         saved = parse_state(state)
         steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
-        identity = steps.identity(saved.consumed)
+        identity = steps.samples.identity(saved.consumed)
         saved.check(identity, names_in_identity(steps.samples.config, steps.split))
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:

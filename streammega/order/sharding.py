@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
-from streammega.kernels.packing import deal
 
 Integers = NDArray[np.int64]
 
@@ -114,17 +113,3 @@ def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, in
         start = number * part
         bounds.append((start, start + part))
     return bounds
-
-
-def balanced_places(costs: Integers, micro_batch_size: int, dp_size: int) -> Integers:
-    """Which samples of a global batch each micro-step, rank and row reads, by their places in it:
-    int64 [micro-steps, dp_size, micro_batch_size].
-
-    costs: int64 [samples], a multiple of micro_batch_size * dp_size. Samples of equal cost keep
-    their order.
-    """
-    by_cost = np.argsort(-costs, kind="stable")
-    micro_steps = len(costs) // (micro_batch_size * dp_size)
-    places = np.empty((micro_steps, dp_size, micro_batch_size), np.int64)
-    deal(costs, by_cost, dp_size, micro_batch_size, places)
-    return places

@@ -55,7 +55,7 @@ class FileIndex:
             name = self.source.index_url if isinstance(self.source, Shard) else self.source.prefix
             raise FormatError(
                 f"{name}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
-                "modes; convert it again, or set mask_loss_by_mode=False and leave out balance_attention_cost"
+                "modes; convert it again, or set mask_loss_by_mode=False"
             )
         modes = opened.sequence_modes
         return FileIndexArrays(

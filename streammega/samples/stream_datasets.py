@@ -113,7 +113,7 @@ def _cut_dataset(
             f"{name}: split {shares!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
     learned = learned_modes_of_shards(name, shards, config)
-    needs_index = bin_tokens is not None or learned is not None or config.balance_attention_cost
+    needs_index = bin_tokens is not None or learned is not None
     content = content_of(shards)
     files = [
         TokenFile(

@@ -39,8 +39,7 @@ from streammega.dataset.provenance import open_provenance
 from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, StateError
-from streammega.kernels.packing import best_fit
-from streammega.loading.micro_steps import attention_costs
+from streammega.kernels.documents import best_fit
 from streammega.samples.provenance import Provenance
 from tests.support.builders import convert_files
 from tests.support.gang import Gang
@@ -586,27 +585,6 @@ def test_a_state_of_the_same_documents_end_to_end_is_refused(
     loader = StreamLoader(config, micro_batch_size=2, global_batch_size=8)
     with loader, pytest.raises(StateError, match="packed"):
         loader.load_state_dict(state)
-
-
-def test_balanced_batches_count_documents_of_bins_and_no_padding(
-    packed: str, tmp_path: Path
-) -> None:
-    config = config_of(
-        packed,
-        "stream",
-        tmp_path,
-        eod_id=EOD,
-        reset_attention_mask=True,
-        balance_attention_cost=True,
-    )
-    lengths = lengths_of_bins(packed)
-    with StreamLoader(config, micro_batch_size=2, global_batch_size=8) as loader:
-        for _ in range(24):
-            ids = loader.dataset.sample_ids(loader.consumed_samples)
-            batch = loader.take()
-            rows = [{name: field[row] for name, field in batch.items()} for row in range(2)]
-            expected = [sum(size**2 for size in lengths[bin_of(row)]) for row in rows]
-            assert attention_costs(loader.dataset.samples.segments[0], ids).tolist() == expected
 
 
 @pytest.mark.guarantee("memory-workers-interruptions")

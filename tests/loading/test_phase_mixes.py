@@ -1,4 +1,4 @@
-"""Phases together with all else that deals samples out: balanced batches, ramp-ups, packed datasets,
+"""Phases together with all else that deals samples out: ramp-ups, packed datasets,
 parts of sequences, workers and resumes.
 """
 
@@ -94,11 +94,10 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.guarantee("phases-balanced-batches")
+@pytest.mark.guarantee("phases-mixed")
 @given(
     phases=chains(),
     kind=st.sampled_from(["plain", "packed", "parts", "packed parts"]),
-    balance=st.booleans(),
     rampup_batch_size=st.sampled_from([None, (6, 6, 24)]),
     resumes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(RANKS)), max_size=2),
     last=st.sampled_from(RANKS),
@@ -108,20 +107,15 @@ def test_every_sample_is_read_once_on_any_ranks(
     data: Path,
     phases: list[dict[str, Any]],
     kind: str,
-    balance: bool,
     rampup_batch_size: tuple[int, int, int] | None,
     resumes: list[tuple[int, tuple[int, int]]],
     last: tuple[int, int],
 ) -> None:
-    """Global batches are the same sets, however they are dealt out, and each sample its own ids:
-    whole, or in the parts of two context-parallel ranks.
-    """
+    """Each with its own ids: whole, or in the parts of two context-parallel ranks."""
     packed = "packed" in kind
     if packed:  # bins are of one length
         phases = [phase | {"sequence_length": None} for phase in phases]
-    config = config_of(
-        data, phases, packed, balance_attention_cost=balance, reset_attention_mask=balance
-    )
+    config = config_of(data, phases, packed)
     dataset = StreamingDataset(
         config, micro_batch_size=1, global_batch_size=BATCH, rampup_batch_size=rampup_batch_size
     )
@@ -177,12 +171,11 @@ RAMPUP = (6, 6, 24)
 
 
 def mixed(data: Path) -> tuple[StreamingDataset, list[int]]:
-    """A dataset of balanced batches over three phases and a ramp-up, with its positions."""
+    """A dataset over three phases and a ramp-up, with its positions."""
     config = config_of(
         data,
         MIXED,
         packed=False,
-        balance_attention_cost=True,
         reset_attention_mask=True,
         reset_position_ids=True,
         num_samples=(144, 0, 0),
@@ -209,13 +202,13 @@ def check(batches: list[dict[str, torch.Tensor]], data: Path) -> None:
         assert all(torch.equal(batch[name], alone[name]) for name in alone)
 
 
-@pytest.mark.guarantee("phases-balanced-batches")
-def test_workers_give_balanced_batches_of_every_phase_in_order(data: Path) -> None:
+@pytest.mark.guarantee("phases-mixed")
+def test_workers_give_batches_of_every_phase_in_order(data: Path) -> None:
     dataset, _ = mixed(data)
     check(list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)), data)
 
 
-@pytest.mark.guarantee("phases-balanced-batches")
+@pytest.mark.guarantee("phases-mixed")
 @pytest.mark.usefixtures("workers_end_soon")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -265,10 +265,7 @@ OF_AN_ORDER: dict[Order, dict[str, Any]] = {
     "megatron": {"num_samples": (48, 0, 0), "mid_level_dataset_surplus": 0.3},
     "sequential": {"num_samples": (48, 0, 0)},
 }
-NOTICED_IN_OTHER_TESTS = {
-    *("order", "blend_per_split", "exclude_documents"),
-    "balance_attention_cost",
-}
+NOTICED_IN_OTHER_TESTS = {"order", "blend_per_split", "exclude_documents"}
 MAY_CHANGE = {
     # what batches hold of their tokens
     *("eod_id", "pad_id", "allow_ambiguous_pad_tokens", "eod_mask_loss", "reset_position_ids"),

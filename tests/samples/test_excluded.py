@@ -324,7 +324,7 @@ def test_a_run_without_tokens_has_none_that_are_excluded() -> None:
 
 
 @pytest.mark.guarantee("must-learned-seen")
-@pytest.mark.parametrize("masks", [{}, MASKS, MASKS | {"balance_attention_cost": True}])
+@pytest.mark.parametrize("masks", [{}, MASKS])
 @pytest.mark.parametrize("order", ORDERS)
 def test_documents_are_excluded_from_a_sample_on_in_every_order(
     corpus: tuple[Path, Documents], order: str, masks: dict[str, Any]

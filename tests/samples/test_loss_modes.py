@@ -5,6 +5,7 @@ every field, on every reader.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from streammega import DataConfig, IndexedDataset, ParallelLayout, StorageConfig
 from streammega.config import Order
 from streammega.convert import convert
 from streammega.dataset.manifest import read_manifest
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, FormatError
 from streammega.loading import StreamingDataset
 from streammega.samples.build import build_datasets
 from streammega.train.config import load_run
@@ -285,3 +286,29 @@ def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
     masks = expected_masks(dataset, 3 * GLOBAL // MICRO, [learned_tokens(chat)])
     assert trained == masks.reshape(3, -1).sum(1).tolist()
     assert 0 < sum(trained) < 0.8 * masks.size
+
+
+def test_an_index_in_no_order_is_refused_by_name(chat: str, tmp_path: Path) -> None:
+    prefix = str(tmp_path / "swapped")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(chat + suffix, prefix + suffix)
+    count = len(IndexedDataset(chat))
+    index = Path(f"{prefix}.idx")
+    stored = bytearray(index.read_bytes())
+    first = 34 + 4 * count  # behind the header and the lengths
+    offsets = np.frombuffer(stored, "<i8", count, first).copy()
+    offsets[[3, 4]] = offsets[[4, 3]]
+    stored[first : first + 8 * count] = offsets.tobytes()
+    index.write_bytes(stored)
+    config = DataConfig(
+        blend=[prefix],
+        sequence_length=LENGTH,
+        order="stream",
+        mask_loss_by_mode=True,
+        index_cache_dir=tmp_path,
+    )
+    with (
+        StreamLoader(config, **SIZES) as loader,
+        pytest.raises(FormatError, match=r"swapped\.idx: its sequences are not in ascending order"),
+    ):
+        loader.take()

@@ -17,7 +17,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.write.copy import LoadedDocuments, load_documents
 from streammega.convert.write.document_order import DocumentOrder, Integers, Portion
 from streammega.dataset.writer import IndexedDatasetWriter
-from streammega.kernels.packing import best_fit
+from streammega.kernels.documents import best_fit
 
 WINDOW_TOKENS = 1 << 23
 """Tokens that are packed together, and held in memory: of more, what the last bins leave empty would
