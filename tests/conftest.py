@@ -95,7 +95,6 @@ STORAGE_TESTS = Path(__file__).parent / "storage"
 WAIT_LONG = (
     "test_elastic.py",
     "test_clusters.py",
-    "test_watch.py",
     "to_torchrun",
     "test_retry.py",
     "test_faults.py::test_an_outage",

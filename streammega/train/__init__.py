@@ -11,7 +11,7 @@ One step, from its start to its line in the log:
     checkpoints/      saves in the background, and resumes
     run_log           metrics.jsonl, TensorBoard, the line in the log
 
-The model: `model`, `attention`; cut into `stages`, divided by `sharding`. What fails: `watchdog` and `signals`
-end all ranks with one cause, `parallel.rank_sync` gives all ranks one error, and `config_check` compares
-them at the start, and the global batches of runs.
+The model: `model`, `attention`; cut into `stages`, divided by `sharding`. What fails: `signals` end a run with
+a checkpoint, `parallel.rank_sync` gives all ranks one error, and `config_check` compares them at the start,
+and the global batches of runs.
 """

@@ -22,7 +22,6 @@ from streammega.errors.words import pluralize
 from streammega.loading.ranks import WORLD_SIZE, count_in, launched_tasks
 from streammega.train.config import RunConfig, TrainConfig
 from streammega.train.config_check import differences
-from streammega.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,9 @@ class ProcessInfo(NamedTuple):
     local_world_size: int
 
 
-def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
+def start_ranks(config: RunConfig) -> torch.device:
     """Join the job's process group, if there is more than one rank: the device of this rank, which
-    is torch's current one from here on, and its watchdog.
+    is torch's current one from here on.
 
     Raises ConfigError for what cannot work.
     """
@@ -61,7 +60,7 @@ def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
     if process.world_size == 1:
         device, _ = pick_device(process, config)
         _use(device)
-        return device, Watchdog(None, 0, 1)
+        return device
     timeout = timedelta(seconds=max(train.collective_timeout, START_TIMEOUT))
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -84,7 +83,7 @@ def start_ranks(config: RunConfig) -> tuple[torch.device, Watchdog]:
         # A variable is missing or wrong; the address is taken, or a rank does not come.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"the ranks cannot meet ({reason}): {SET_VARIABLES}") from None
-    return device, Watchdog(PrefixStore("watch", store), rank, world_size, train.collective_timeout)
+    return device
 
 
 def process_info(environment: Mapping[str, str]) -> ProcessInfo:

@@ -23,7 +23,6 @@ from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
 from streammega.train.trainer import Trainer
-from streammega.train.watchdog import Watchdog
 
 SILENCE_S = 20.0
 """Seconds that ranks under torchrun wait before they repeat an error of the settings. It ends them
@@ -41,26 +40,20 @@ def run(path: str, overrides: Sequence[str]) -> None:
     did so at once.
     """
     config = load_run(path, overrides)
-    device, watchdog = start_ranks(config)
+    device = start_ranks(config)
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, device, watchdog)
-        # The thread of the watchdog may end the process without a return from here.
-        watchdog.before_exit.append(trainer.abandon_log)
+        trainer = Trainer(config, device)
         trainer.resume()
         trainer.run()
-    except Terminated:
-        watchdog.close()  # no rank has failed: the silence that follows is no failure
-        raise
     except (KeyboardInterrupt, Exception) as error:
-        failure = _explain(error, watchdog, config)
+        failure = _explain(error, 0 if trainer is None else trainer.step_under_way, config)
         if failure is error:
             raise
         raise failure from (error if isinstance(failure, RankError) else None)
     finally:
         if trainer is not None:
             trainer.abandon_log()
-    watchdog.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -70,50 +63,34 @@ class Interrupted(Exception):
 
 
 class RankError(Exception):
-    """Another rank ended the job."""
+    """A collective with other ranks failed: one of them has ended, or hangs."""
 
 
-def _explain(error: BaseException, watchdog: Watchdog, config: RunConfig) -> BaseException:
-    """The error that this rank ends with. Before, it gives other ranks the cause, or asks them for it.
-
-    After `claim_exit` the thread of the watchdog prints nothing, so it comes before `fail`.
-    """
-    rank, step = watchdog.rank, watchdog.step
-    if isinstance(error, KeyboardInterrupt) or watchdog.stop_requests.at_once_time is not None:
-        watchdog.claim_exit()
-        watchdog.fail("interrupted")
+def _explain(error: BaseException, step: int, config: RunConfig) -> BaseException:
+    """The error that this rank ends with."""
+    place = config.train.out_dir
+    if isinstance(error, KeyboardInterrupt):
         text = f"interrupted in step {step}"
-        if rank == 0 and config.train.save_interval:
-            place = config.train.out_dir
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first_rank and config.train.save_interval:
             text += (
                 f"; the same command goes on from the last checkpoint in {place}, if there is one"
             )
         return Interrupted(text)
-    is_known = isinstance(error, StreammegaError | OSError)
-    if watchdog.world > 1 and not is_known and _is_of_others(error):
-        reason, *_ = [*str(error).strip().splitlines(), type(error).__name__]
-        # torchrun sends SIGTERM to all ranks when one has failed. Ignore it for the seconds that the
-        # answer takes.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print(
-            f"error (rank {rank}): in step {step}: {reason}; asking the other ranks",
-            file=sys.stderr,
-            flush=True,
-        )
-        diagnosis = watchdog.diagnose()
-        watchdog.claim_exit()
-        # A rank that hangs does not know yet that the job is over.
-        watchdog.fail(diagnosis, is_of_others=True)
-        return RankError(diagnosis)
-    watchdog.claim_exit()
-    if isinstance(error, OSError) and not isinstance(error, StreammegaError):
-        place = error.filename or config.train.out_dir
-        reason = error.strerror or str(error)
-        error = StorageError(
-            f"{place}: {reason}; check permissions and free space there, or change train.out_dir"
-        )
     is_ours = isinstance(error, StreammegaError)
-    watchdog.fail(str(error) if is_ours else f"{type(error).__name__}: {error}")
+    if isinstance(error, OSError) and not is_ours:
+        reason = error.strerror or str(error)
+        return StorageError(
+            f"{error.filename or place}: {reason}; "
+            f"check permissions and free space there, or change train.out_dir"
+        )
+    if dist.is_initialized() and not is_ours and _is_of_others(error):
+        reason, *_ = [*str(error).strip().splitlines(), type(error).__name__]
+        return RankError(
+            f"in step {step}: another rank has ended, or did not come within "
+            f"train.collective_timeout = {config.train.collective_timeout:g} s ({reason}); "
+            f"the log of that rank says why"
+        )
     return error
 
 

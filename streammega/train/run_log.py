@@ -32,7 +32,7 @@ METRICS = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0
 """Between two uploads. Nothing can be appended to objects, so each upload is of whole files."""
 LAST_UPLOAD_SECONDS = 3.0
-"""For the upload of a run that fails: shorter than what the watchdog gives it."""
+"""For the upload of a run that fails."""
 CHUNK_BYTES = 8 << 20
 """Memory that an upload needs."""
 

@@ -50,17 +50,12 @@ from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog
-from streammega.train.signals import Terminated
+from streammega.train.signals import StopRequests, Terminated
 from streammega.train.splits import has_valid, open_split, validation_sets
 from streammega.train.stages import check_layout
-from streammega.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-NCCL_MARGIN = 60.0
-"""Seconds by which NCCL's timeout is longer than ours: its watchdog aborts the process and does not
-say which rank was missing.
-"""
 RECENT_SECONDS = 30.0
 """A run that a signal stops saves no new checkpoint if the last one is at most so old: torchrun kills the
 ranks 30 s after it has passed on the signal.
@@ -78,9 +73,7 @@ class Trainer:
     does not fit.
     """
 
-    def __init__(
-        self, config: RunConfig, device: torch.device, watchdog: Watchdog | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
         train = config.train
@@ -92,9 +85,8 @@ class Trainer:
             world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.rank_order
         )
         check_layout(config, layout)
-        margin = NCCL_MARGIN if device.type == "cuda" else 0.0
-        self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout + margin))
-        self.watchdog = watchdog or Watchdog(None, self.ranks.rank, layout.world_size)
+        self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout))
+        self.stop_requests = StopRequests()
         metrics_port = None
         # Of a pipeline the last stage reads the same tokens again: they would count twice.
         if self.ranks.at["tp"] == 0 and self.ranks.at["pp"] == 0:
@@ -121,6 +113,8 @@ class Trainer:
             before_publish=self._upload_log,
         )
         self.step = 0
+        self.step_under_way = 0
+        """The step that is trained now; 0 before the first."""
         self.saved_step = 0
         """The step of the last checkpoint that this run saved or resumed from."""
         self.rewinds: list[int] = []
@@ -240,7 +234,7 @@ class Trainer:
                 "train.save_interval is 0: only SIGTERM or Ctrl-C make a checkpoint. If the run is killed "
                 "or fails, it starts at step 0 again"
             )
-        with self.watchdog.stop_requests.graceful(announce=is_first_rank):
+        with self.stop_requests.graceful(announce=is_first_rank):
             while self.step < train.train_iters:
                 try:
                     record, stop_signal = self.train_step()
@@ -251,7 +245,6 @@ class Trainer:
                     raise
                 except GradientError:
                     # The thread of a save ends with the process, and a resume needs that checkpoint.
-                    self.watchdog.enter_phase("saving")
                     try:
                         self.checkpoints.wait()
                     except StorageError as error:
@@ -284,6 +277,7 @@ class Trainer:
         are not finite, StorageError where a save has failed on some rank.
         """
         start_time = time.perf_counter()
+        self.step_under_way = self.step + 1
         train = self.config.train
         dataset = self.loader.dataset
         # The next global batch begins after the cursor, and after what is skipped there.
@@ -305,14 +299,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-        batches = StepBatches(
-            self.batches, num_micro_batches, self.watchdog, self.step + 1, keep=train.log_batch_hash
-        )
+        batches = StepBatches(self.batches, num_micro_batches, keep=train.log_batch_hash)
         # Losses are summed over tokens. In fp16 a sum of so many would overflow, so they are divided
         # by all tokens of the global batch before backward.
         factor = self.scale.value / num_tokens if self.scale else 1.0
         losses = self.model.forward_backward(batches, num_micro_batches, length, factor)
-        self.watchdog.enter_phase("reducing")
         grad_norm = self._reduce_and_step(losses, num_tokens)
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
@@ -391,7 +382,7 @@ class Trainer:
             samples = self.loader.dataset.samples
             sources = first_datasets(samples.locate(sample_ids))
         totals = add_over_ranks(
-            self.watchdog.stop_requests.first_signal,
+            self.stop_requests.first_signal,
             self.checkpoints.has_failed,
             losses if self.model.counts_losses else None,
             sources,
@@ -429,7 +420,6 @@ class Trainer:
 
         record: of this step, if it is not in the metrics yet.
         """
-        self.watchdog.enter_phase("saving", self.step)
         self.saved_step = self.step
         data = self.batches.state_dict()
         model = asdict(self.config.model)
@@ -453,7 +443,6 @@ class Trainer:
         """
         if self.run_log:
             self.run_log.write(record)
-        self.watchdog.enter_phase("saving", self.step)
         self.checkpoints.wait()
         saved_step = self.checkpoints.recent_step(RECENT_SECONDS)
         if saved_step is None:
@@ -513,7 +502,6 @@ class Trainer:
             batches = RankBatches(loader, self.ranks, self.device, every_stage=config.every_stage)
             micro_steps = config.train.global_batch_size // loader.dataset.step_samples
             for _ in range(config.train.eval_iters):
-                self.watchdog.enter_phase("evaluating")
                 # Not a loop over `batches`: that would begin at the first sample again.
                 rest = iter(lambda: next(batches, None), None)
                 global_batch = list(islice(rest, micro_steps))
@@ -535,7 +523,6 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""
-        self.watchdog.enter_phase("ending")
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()
@@ -549,17 +536,11 @@ class Trainer:
 
 
 class StepBatches(Iterator[Batch]):
-    """The micro-batches of one step. It tells the watchdog when this rank waits for one, and when it
-    computes.
-    """
+    """The micro-batches of one step."""
 
-    def __init__(
-        self, batches: RankBatches, count: int, watchdog: Watchdog, step: int, *, keep: bool
-    ) -> None:
+    def __init__(self, batches: RankBatches, count: int, *, keep: bool) -> None:
         self._batches = batches
         self._remaining = count
-        self._watchdog = watchdog
-        self._step = step
         self._keeps = keep
         self.kept: list[Batch] = []
         """With `keep` all batches so far. Otherwise each is freed after its computation."""
@@ -572,7 +553,6 @@ class StepBatches(Iterator[Batch]):
         if not self._remaining:
             raise StopIteration
         self._remaining -= 1
-        self._watchdog.enter_phase("waiting for data", self._step)
         start_time = time.perf_counter()
         batch = next(self._batches, None)
         self.waited += time.perf_counter() - start_time
@@ -581,5 +561,4 @@ class StepBatches(Iterator[Batch]):
         self.consumed.append(self._batches.consumed_samples)
         if self._keeps:
             self.kept.append(batch)
-        self._watchdog.enter_phase("computing")
         return batch

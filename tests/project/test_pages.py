@@ -32,10 +32,9 @@ from streammega.storage.backends.s3_options import S3_OPTIONS, cloud_arguments
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
 from streammega.storage.open import SCHEMES
-from streammega.train import signals, watchdog
+from streammega.train import signals
 from streammega.train.config import load_run
 from tests.project.test_structure import LEVELS
-from tests.train import test_watch
 from tools.settings import SECTIONS, settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -430,12 +429,6 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ),
     ("architecture", "pass through 16 KiB pages", PAGE_BYTES, 16 << 10),
     ("architecture", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
-    (
-        "architecture",
-        "Signs of life go to the job's store once a second",
-        watchdog.BEAT_SECONDS,
-        1,
-    ),
     ("reliability", "until `retry_timeout` (ten minutes)", STORAGE.retry_timeout, 600),
     ("settings", "with pauses that grow to 10 seconds", retry.MAX_PAUSE, 10),
     (
@@ -444,19 +437,6 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
     ),
-    (
-        "training",
-        "after 60 s, or `train.collective_timeout`",
-        watchdog.MAX_SILENCE * watchdog.BEAT_SECONDS,
-        60,
-    ),
-    (
-        "training",
-        "A reported cause ends all ranks within five seconds",
-        test_watch.TOLD_WITHIN,
-        5,
-    ),
-    ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
     ("training", "A second Ctrl-C, more than a second after the first", signals.ONE_REQUEST, 1),
     (
         "orders",

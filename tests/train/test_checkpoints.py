@@ -788,7 +788,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     assert resumed(run_file).step == 3
     late = resumed(run_file, "train.train_iters=16", "train.save_interval=3")
     late.checkpoints.last_save = (3, time.monotonic() - 31)
-    late.watchdog.stop_requests.first_signal = signal.SIGTERM
+    late.stop_requests.first_signal = signal.SIGTERM
     with pytest.raises(Terminated, match=r"after step 4, which is saved"):
         late.run()
     assert resumed(run_file).step == 4
