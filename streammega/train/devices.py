@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT = 300.0
 """Seconds that ranks may start apart."""
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on a host."""
+LOCAL_RANK = "LOCAL_RANK"
 SET_VARIABLES = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
 MAX_PORT = 65535
 WORKSPACE = ":4096:8"
@@ -39,7 +38,7 @@ Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
 
 
 class ProcessInfo(NamedTuple):
-    """This process among those of the job. local_rank: on its host; None where no launcher sets it.
+    """This process among those of the job. local_rank: on its host; None where nothing says it.
     local_world_size: processes on its host, if torchrun started them; else 1.
     """
 
@@ -87,7 +86,7 @@ def start_ranks(config: RunConfig) -> torch.device:
 
 
 def process_info(environment: Mapping[str, str]) -> ProcessInfo:
-    """The place that torchrun, srun or mpirun gave this process.
+    """The place that torch's variables give this process.
 
     Raises ConfigError where several processes were started without saying so to torch: each would
     train the whole run.
@@ -99,11 +98,10 @@ def process_info(environment: Mapping[str, str]) -> ProcessInfo:
             f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would "
             f"train the run by itself; {SET_VARIABLES}"
         )
-    names = [name for name in LOCAL_RANKS if environment.get(name)]
     return ProcessInfo(
         rank=count_in(environment, "RANK", 0),
         world_size=count_in(environment, WORLD_SIZE, 1),
-        local_rank=count_in(environment, names[0], 0) if names else None,
+        local_rank=count_in(environment, LOCAL_RANK, 0) if environment.get(LOCAL_RANK) else None,
         local_world_size=count_in(environment, "LOCAL_WORLD_SIZE", 1),
     )
 
@@ -150,9 +148,8 @@ def pick_device(process: ProcessInfo, config: RunConfig) -> tuple[torch.device, 
         )
     if process.local_rank is None and process.world_size > 1 and num_gpus > 1:
         raise ConfigError(
-            f"rank {process.rank} on {host}: LOCAL_RANK is not set, and none of "
-            f"{', '.join(LOCAL_RANKS[1:])}, so it cannot tell which of {num_gpus} GPUs is its own; "
-            f"export LOCAL_RANK for every process, or use torchrun"
+            f"rank {process.rank} on {host}: LOCAL_RANK is not set, so it cannot tell which of "
+            f"{num_gpus} GPUs is its own; export LOCAL_RANK for every process, or use torchrun"
         )
     if process.local_world_size > num_gpus and train.backend != "gloo":
         ranks = pluralize(process.local_world_size, "rank")

@@ -164,25 +164,16 @@ def test_settings_that_contradict_each_other_are_named(run_file: str) -> None:
     ("environment", "place"),
     [
         ({}, (0, 1, None)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, (3, 4, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": ""}, (3, 4, None)),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"},
-            (3, 4, 1),
+            (3, 4, None),
         ),
-        (
-            {
-                "RANK": "3",
-                "WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-                "OMPI_COMM_WORLD_SIZE": "4",
-            },
-            (3, 4, 2),
-        ),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, None)),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (0, 1, 0)),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (0, 1, None)),
     ],
 )
-def test_the_local_rank_is_the_launchers(
+def test_the_place_of_a_process_is_that_of_torchs_variables(
     environment: dict[str, str], place: tuple[int, int, int | None]
 ) -> None:
     found = process_info(environment)
