@@ -21,7 +21,7 @@ from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.words import pluralize
 from streammega.loading.ranks import WORLD_SIZE, count_in, launched_tasks
 from streammega.train.config import RunConfig, TrainConfig
-from streammega.train.config_check import differences
+from streammega.train.config_check import name_ranks
 
 log = logging.getLogger(__name__)
 
@@ -201,10 +201,11 @@ def pick_devices(store: Store, process: ProcessInfo, config: RunConfig) -> tuple
     for answer in answers:
         if answer not in ("cpu", "cuda"):
             raise ConfigError(answer)
-    words = differences([{"the device": answer} for answer in answers])
-    if words:
+    on_cpu = [rank for rank, answer in enumerate(answers) if answer == "cpu"]
+    if 0 < len(on_cpu) < len(answers):
         raise ConfigError(
-            f"{words}: mend the hosts that see no GPU, or have too few, or set train.device = cpu"
+            f"{name_ranks(on_cpu)} would train on the CPU, the others on GPUs: mend the hosts that "
+            f"see no GPU, or have too few, or set train.device = cpu"
         )
     return device, backend
 

@@ -16,6 +16,7 @@ The order of a step, and why:
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -44,7 +45,7 @@ from streammega.samples.source import first_datasets
 from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
-from streammega.train.config_check import check_ranks_agree, config_facts, hash_over_ranks
+from streammega.train.config_check import check_ranks_agree, hash_over_ranks, settings_of
 from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
 from streammega.train.optimizer import LearningRate
@@ -91,11 +92,13 @@ class Trainer:
         # Of a pipeline the last stage reads the same tokens again: they would count twice.
         if self.ranks.at["tp"] == 0 and self.ranks.at["pp"] == 0:
             metrics_port = metrics_port_of(train.metrics_port, process_info(os.environ))
-        # In some orders all ranks open together: a rank of another order would not take part.
-        check_ranks_agree({"data.order": repr(config.data.order)}, self.ranks, device)
+        # First: in some orders all ranks open together, and one of another order would not take part.
+        check_ranks_agree("settings or versions", settings_of(config), self.ranks, device)
         self.loader = open_split(config, "train", self.ranks, metrics_port)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
-        check_ranks_agree(config_facts(config, self.loader), self.ranks, device)
+        # The identity of all samples, with the data of later phases: they are not compared again.
+        identity = json.dumps(self.loader.dataset.samples.identity(), sort_keys=True)
+        check_ranks_agree("data", identity, self.ranks, device)
         self.sources = source_names(config.data)
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()

@@ -233,7 +233,9 @@ def test_all_ranks_are_told_the_same(run_file: str, monkeypatch: pytest.MonkeyPa
     assert told(monkeypatch, config, [1, 1]) == ["cuda:0", "cuda:0"]
     first, second = told(monkeypatch, config, [1, 0])
     assert first == second
-    assert "the device is cpu on rank 1, cuda on rank 0: mend the hosts that see no GPU" in first
+    assert (
+        "rank 1 would train on the CPU, the others on GPUs: mend the hosts that see no GPU" in first
+    )
     first, second = told(monkeypatch, run_with(run_file, "train.device=cuda"), [0, 1])
     assert first == second
     assert "torch.cuda.is_available() is False on host 0" in first
