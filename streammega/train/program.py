@@ -53,7 +53,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
         raise failure from (error if isinstance(failure, RankError) else None)
     finally:
         if trainer is not None:
-            trainer.abandon_log()
+            trainer.close_log()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,32 +14,20 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.config.validate import finite, parse_json
-from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.errors.extras import import_extra
-from streammega.storage import Store, open_store
+from streammega.errors.redaction import redact_urls
 from streammega.storage.backends.local import with_space
-from streammega.storage.object_ops import read_object
-from streammega.storage.open import is_remote
+from streammega.storage.open import is_remote, local_path
 from streammega.storage.retry import RetryPolicy
-from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-UPLOAD_SECONDS = 30.0
-"""Between two uploads. Nothing can be appended to objects, so each upload is of whole files."""
-LAST_UPLOAD_SECONDS = 3.0
-"""For the upload of a run that fails."""
-CHUNK_BYTES = 8 << 20
-"""Memory that an upload needs."""
 
 
 class RunLog:
-    """The records of a run in its `out_dir`. Steps that are repeated after a resume are appended
+    """The records of a run in its `metrics_folder`. Steps that are repeated after a resume are appended
     again.
-
-    Where `out_dir` is a URL, files are written on this machine, and a thread uploads those that have
-    changed.
 
     check_lock: raises StorageError where another job may write in `out_dir`.
     """
@@ -57,39 +42,23 @@ class RunLog:
         log_interval: int = 1,
         tensorboard: bool = False,
     ) -> None:
-        # Keys have no slash at the end. "/" alone is a folder.
-        store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)
-        self._store: Store | None = store if is_remote(out_dir) else None
-        self._uploaded: dict[str, tuple[int, int]] = {}
-        """By file name: size and time of change of the last upload."""
-        self._upload_lock = threading.Lock()
-        """For one upload at a time: of two at once, the older could arrive last."""
-        self._closed = threading.Event()
         self._policy = RetryPolicy.of(storage)
         self._check_lock = check_lock
         self._iters = iters
         self._interval = log_interval
         if tensorboard:
             import_extra("tensorboard", "tensorboard", "train.tensorboard needs tensorboard")
-        self._folder = Path(self._key)
-        if self._store is not None:
-            earlier = b""
-            with suppress(ObjectNotFoundError):
-                earlier, _ = read_object(self._store, self._key_of(METRICS))
-            # The last that may fail: who has no RunLog cannot remove the folder.
-            self._folder = Path(tempfile.mkdtemp(prefix="streammega-run-"))
-            (self._folder / METRICS).write_bytes(earlier)
-            threading.Thread(target=self._run, name="streammega-run-log", daemon=True).start()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._path = self._folder / METRICS
-        written = self._path.read_bytes() if self._path.exists() else b""
+        folder = metrics_folder(out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS
+        written = self.path.read_bytes() if self.path.exists() else b""
         if written and not written.endswith(b"\n"):
             self._append("\n")  # a kill cut the last line short: the next record has its own
         self._tensorboard: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished.
@@ -112,83 +81,37 @@ class RunLog:
     @property
     def steps(self) -> set[int]:
         """The steps that have a line."""
-        if not self._path.exists():
+        if not self.path.exists():
             return set()
-        return {record["step"] for record in read_metrics(self._path)}
-
-    def upload(self) -> None:
-        """Upload what has changed, if `out_dir` is a URL. Raises StorageError."""
-        if self._store is None:
-            return
-        self._check_lock()
-        with self._upload_lock:
-            for path in sorted(self._folder.rglob("*")):
-                if not path.is_file():
-                    continue
-                name = path.relative_to(self._folder).as_posix()
-                # Before the file is read: what is written meanwhile is uploaded next time.
-                stat = path.stat()
-                state = (stat.st_size, stat.st_mtime_ns)
-                if self._uploaded.get(name) == state:
-                    continue
-                with (
-                    atomic_writer(self._store, self._key_of(name)) as writer,
-                    open(path, "rb") as file,
-                ):
-                    while data := file.read(CHUNK_BYTES):
-                        writer.write(data)
-                self._uploaded[name] = state
+        return {record["step"] for record in read_metrics(self.path)}
 
     def close(self) -> None:
-        """Write what TensorBoard has buffered, upload the rest, and remove the files of this machine.
-
-        Raises StorageError.
-        """
-        self._flush()
-        if self._store is not None and self._folder.is_dir():
-            self.upload()
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def abandon(self) -> None:
-        """As `close`, for a run that fails: raises nothing, and waits for the upload a short time."""
-        self._flush()
-        if self._store is not None and self._folder.is_dir():
-            upload = threading.Thread(target=self._try_to_upload, daemon=True)
-            upload.start()
-            upload.join(LAST_UPLOAD_SECONDS)
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _flush(self) -> None:
-        self._closed.set()
+        """Write what TensorBoard has buffered."""
         if self._tensorboard is not None:
             self._tensorboard.close()
-
-    def _key_of(self, name: str) -> str:
-        return f"{self._key}/{name}".lstrip("/")  # of a whole bucket the key is empty
-
-    def _run(self) -> None:
-        while not self._closed.wait(UPLOAD_SECONDS):
-            self._try_to_upload()
-
-    def _try_to_upload(self) -> None:
-        try:
-            self.upload()
-        except (StorageError, OSError) as error:
-            log.warning("metrics cannot be uploaded: %s", error)
 
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full. Raises StorageError."""
         self._check_lock()
-        size = self._path.stat().st_size if self._path.exists() else 0
+        size = self.path.stat().st_size if self.path.exists() else 0
 
         def append() -> None:
-            with open(self._path, "ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0) as file:
                 file.truncate(size)  # an attempt that failed may have written a part
                 rest = text.encode()
                 while rest:
                     rest = rest[os.write(file.fileno(), rest) :]
 
-        with_space(append, str(self._path), self._policy)
+        with_space(append, str(self.path), self._policy)
+
+
+def metrics_folder(out_dir: str) -> Path:
+    """Where the metrics of a run are: in its out_dir; for a URL, in a folder of its name under the current
+    one, since nothing can be appended to objects.
+    """
+    if is_remote(out_dir):
+        return Path(redact_urls(out_dir).partition("://")[2]).absolute()
+    return Path(local_path(out_dir))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -113,7 +113,6 @@ class Trainer:
             device,
             train.keep_checkpoints,
             train.collective_timeout,
-            before_publish=self._upload_log,
         )
         self.step = 0
         self.step_under_way = 0
@@ -144,6 +143,7 @@ class Trainer:
             ", ".join(f"{name} {getattr(layout, name)}" for name in DIMENSIONS),
             "once" if factor == 1 else f"{factor} times",
         )
+        log.info("losses and other figures of each step: %s", self.run_log.path)
         if self.loader.metrics_address is not None:
             log.info("metrics of rank 0: streammega top %s", self.loader.metrics_address)
 
@@ -519,23 +519,18 @@ class Trainer:
         loss, tokens = loss_and_tokens.tolist()
         return float(loss / max(tokens, 1.0))
 
-    def abandon_log(self) -> None:
-        """End the metrics of a run that fails. No other rank is needed."""
+    def close_log(self) -> None:
+        """End the metrics. No other rank is needed."""
         if self.run_log:
-            self.run_log.abandon()
+            self.run_log.close()
 
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()
-        if self.run_log:
-            self.run_log.close()
+        self.close_log()
         self.checkpoints.close()
-
-    def _upload_log(self) -> None:
-        if self.run_log:
-            self.run_log.upload()
 
 
 class StepBatches(Iterator[Batch]):

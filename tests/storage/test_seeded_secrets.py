@@ -382,12 +382,13 @@ def run_commands(
 
 
 def stored_dataset(world: World) -> str:
-    """The name of a bucket with the dataset `web`."""
+    """The name of a bucket with the dataset `web`, and metrics of a run."""
     bucket = world.stored.new_bucket()
     write_random_pair(str(world.given / "web"))
     write_manifest(world.given / "web", ["web"])
     for path in world.given.glob("web*"):
         world.stored.objects(bucket)[path.name] = path.read_bytes()
+    world.stored.objects(bucket)["run/metrics.jsonl"] = b'{"step": 1, "loss": 2.0}\n'
     return bucket
 
 

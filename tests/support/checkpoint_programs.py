@@ -46,6 +46,7 @@ def position_of(record: Path) -> dict[str, Any]:
 
 def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
     """Resume and train to the end; the step that was resumed from."""
+    os.chdir(Path(run_file).parent)  # of metrics, where out_dir is a URL
     trainer = Trainer(load_run(run_file, overrides), torch.device(device))
     trainer.resume()
     began = trainer.step
@@ -182,6 +183,7 @@ def failing_save(
 def hold(rank: int, run_file: str, overrides: list[str], held: str) -> None:
     """Train a step, and stay; another job need not wait long to see that this one does."""
     checkpoint_lock.RENEW_SECONDS = 0.5
+    os.chdir(Path(run_file).parent)
     trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
     trainer.train_step()
     trainer.step += 1

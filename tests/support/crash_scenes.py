@@ -238,6 +238,7 @@ class Checkpoints(Scene):
 
     def set_up(self) -> None:
         self.patch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.0)
+        self.patch.chdir(self.folder)
         self.weights: dict[int, list[NDArray[Any]]] = {}
         publish = CheckpointStore.publish
 

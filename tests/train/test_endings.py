@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,13 @@ import pytest
 import streammega
 from streammega.cli.main import main as command_line
 from streammega.errors import GradientError
-from streammega.train import run_log
 from streammega.train.program import main as train_main
-from streammega.train.run_log import METRICS, RunLog, parse_metrics, read_metrics
+from streammega.train.run_log import METRICS, read_metrics
 from streammega.train.signals import ONE_REQUEST
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.processes import Family, launch, python_environment
-from tests.support.servers import S3
 
 PACKAGE = Path(streammega.__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -245,36 +242,6 @@ def test_torchrun_ends_with_the_one_message_of_what_is_wrong_with_the_settings(
         f"error (rank 0): global_batch_size 8 {message}"
     ], log
     assert message in log.rpartition("Root Cause")[2], log
-
-
-@pytest.mark.parametrize("is_up", [True, False])
-def test_a_run_into_a_bucket_that_ends_by_an_error_uploads_its_metrics_and_leaves_no_files(
-    run_file: Path, moto: S3, monkeypatch: pytest.MonkeyPatch, is_up: bool
-) -> None:
-    step = Trainer.train_step
-    upload = RunLog.upload
-
-    def faulty(self: Trainer) -> object:
-        if self.step == 5:
-            raise GradientError("rank 0: the gradient of embedding.weight is not finite")
-        return step(self)
-
-    def waiting(self: RunLog) -> None:
-        if not is_up:
-            time.sleep(100)
-        upload(self)
-
-    monkeypatch.setattr(Trainer, "train_step", faulty)
-    monkeypatch.setattr(RunLog, "upload", waiting)
-    monkeypatch.setattr(run_log, "LAST_UPLOAD_SECONDS", 60.0 if is_up else 0.1)
-    monkeypatch.setattr(tempfile, "tempdir", str(run_file.parent))
-    bucket = moto.new_bucket()
-    settings = [f"data.storage.storage_options.{n}={v!r}" for n, v in moto.options.items()]
-    out_dir = f"train.out_dir=s3://{bucket}/run"
-    assert train_main([str(run_file), "data.order=stream", out_dir, *settings]) == 1
-    assert not list(run_file.parent.glob("streammega-run-*"))
-    metrics = moto.objects(bucket).get("run/metrics.jsonl", b"")
-    assert [record["step"] for record in parse_metrics(metrics)] == [1, 2, 3, 4, 5] * is_up
 
 
 def test_a_run_whose_folder_another_job_has_taken_writes_no_step_there(

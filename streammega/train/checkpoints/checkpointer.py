@@ -59,7 +59,6 @@ class Checkpointer:
         device: on which the run computes.
         keep: how many of the last checkpoints are kept, at least 1, and of those that a rewind sets aside.
         timeout: seconds that ranks wait for each other.
-        before_publish: called on the first rank before a checkpoint is published.
 
     Raises ConfigError if the ranks do not share the store, or another job uses it.
     """
@@ -70,14 +69,12 @@ class Checkpointer:
         device: torch.device,
         keep: int,
         timeout: float = 600.0,
-        before_publish: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
         self._lock: JobLock | None = None
         self._rank_sync = RankSync(_new_group(timeout))
         self._staging = HostStaging(device)
         self._keep = keep
-        self._before_publish = before_publish
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last_save: tuple[int, float] | None = None
@@ -259,8 +256,6 @@ class Checkpointer:
         """Publish the files of all ranks as a checkpoint, and remove old ones. The first rank calls it."""
         files = self.store.files(name)
         wait_until_visible(lambda: files.check(metadata), DamagedError)
-        if self._before_publish is not None:
-            self._before_publish()
         # Again: writing may have taken minutes, and another job may have taken over.
         self.check_lock()
         self.store.publish(step, name, position)

@@ -88,8 +88,8 @@ class TrainConfig:
     many samples.
     """
     out_dir: str
-    """Where checkpoints and metrics go: one folder for all ranks, or a URL such as
-    s3://bucket/run. Metrics are copied to a URL every 30 seconds, and with each checkpoint.
+    """Where checkpoints and metrics go: one folder for all ranks, or a URL such as s3://bucket/run. For
+    a URL, metrics.jsonl is on the first rank's machine, in bucket/run under the current folder.
     """
     lr: Annotated[float, Ge(0), Lt(math.inf)] = 1e-3
     """The learning rate after the warmup: the largest."""
