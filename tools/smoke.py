@@ -55,7 +55,6 @@ WITHOUT_EXTRA = {
     "pysbd": (("convert texts.jsonl out --tokenizer bytes --split-sentences en", "convert"),),
     "matplotlib": (("plot run", "plot"),),
     "ray": (("convert texts.jsonl out --tokenizer bytes --backend ray", "ray"),),
-    "tensorboard": (("train run.toml train.tensorboard=true", "tensorboard"),),
 }
 """By package: commands that need it, and the extra that brings it."""
 

@@ -9,7 +9,7 @@ One step, from its start to its line in the log:
     inputs, losses    what a stage is given of a micro-batch; the loss, and the sums over ranks
     optimizer         AdamW, and the learning rate of the step
     checkpoints/      saves in the background, and resumes
-    run_log           metrics.jsonl, TensorBoard, the line in the log
+    run_log           metrics.jsonl, the line in the log
 
 The model: `model`, `attention`; cut into `stages`, divided by `sharding`. What fails: `signals` end a run with
 a checkpoint, `parallel.rank_sync` gives all ranks one error, and `config_check` compares them at the start,

@@ -51,9 +51,6 @@ def run(path: str, overrides: Sequence[str]) -> None:
         if failure is error:
             raise
         raise failure from (error if isinstance(failure, RankError) else None)
-    finally:
-        if trainer is not None:
-            trainer.close_log()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
-"""The reports of a run, on its first rank: metrics.jsonl with one object a step, TensorBoard if wanted,
-and a line in the log every few steps. Imports no torch: `streammega plot` uses it too.
+"""The reports of a run, on its first rank: metrics.jsonl with one object a step, and a line in the log
+every few steps. Imports no torch: `streammega plot` uses it too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.config.validate import finite, parse_json
-from streammega.errors.extras import import_extra
 from streammega.errors.redaction import redact_urls
 from streammega.storage.backends.local import with_space
 from streammega.storage.open import is_remote, local_path
@@ -40,25 +39,17 @@ class RunLog:
         *,
         iters: int,
         log_interval: int = 1,
-        tensorboard: bool = False,
     ) -> None:
         self._policy = RetryPolicy.of(storage)
         self._check_lock = check_lock
         self._iters = iters
         self._interval = log_interval
-        if tensorboard:
-            import_extra("tensorboard", "tensorboard", "train.tensorboard needs tensorboard")
         folder = metrics_folder(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
         written = self.path.read_bytes() if self.path.exists() else b""
         if written and not written.endswith(b"\n"):
             self._append("\n")  # a kill cut the last line short: the next record has its own
-        self._tensorboard: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished.
@@ -69,9 +60,6 @@ class RunLog:
         self._append(json.dumps(finite(record)) + "\n")
         step = record["step"]
         numbers = scalars(record)
-        if self._tensorboard is not None:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(name, value, step)
         is_due = step % self._interval == 0 or step == self._iters
         was_evaluated = any(name.startswith("valid_loss") for name in record)
         if is_due or was_evaluated:
@@ -84,11 +72,6 @@ class RunLog:
         if not self.path.exists():
             return set()
         return {record["step"] for record in read_metrics(self.path)}
-
-    def close(self) -> None:
-        """Write what TensorBoard has buffered."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full. Raises StorageError."""

@@ -132,7 +132,6 @@ class Trainer:
             self.checkpoints.check_lock,
             iters=train.train_iters,
             log_interval=train.log_interval,
-            tensorboard=train.tensorboard,
         )
         factor = read_factor(
             layout, self.loader.dataset.config, every_stage=self.config.every_stage
@@ -519,17 +518,11 @@ class Trainer:
         loss, tokens = loss_and_tokens.tolist()
         return float(loss / max(tokens, 1.0))
 
-    def close_log(self) -> None:
-        """End the metrics. No other rank is needed."""
-        if self.run_log:
-            self.run_log.close()
-
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()
-        self.close_log()
         self.checkpoints.close()
 
 

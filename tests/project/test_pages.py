@@ -281,7 +281,6 @@ FEATURES = {
     "pysbd": "convert",
     "ray": "ray",
     "sentencepiece": "convert",
-    "tensorboard": "tensorboard",
     "tiktoken": "convert",
     "tokenizers": "convert",
 }
@@ -336,7 +335,6 @@ def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
         package = BROUGHT_BY_OTHERS.get(module, module)
         wanted = distributions(extras[FEATURES[package]]) if package in FEATURES else always
         assert package.replace("_", "-") in wanted, f"{module}, imported by {files}"
-    assert "torch.utils.tensorboard" in (PACKAGE / "train/run_log.py").read_text()
 
 
 @pytest.mark.parametrize(

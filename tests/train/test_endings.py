@@ -19,7 +19,6 @@ import pytest
 
 import streammega
 from streammega.cli.main import main as command_line
-from streammega.errors import GradientError
 from streammega.train.program import main as train_main
 from streammega.train.run_log import METRICS, read_metrics
 from streammega.train.signals import ONE_REQUEST
@@ -263,23 +262,3 @@ def test_a_run_whose_folder_another_job_has_taken_writes_no_step_there(
     assert not (folder / METRICS).read_text()
     error = capsys.readouterr().err
     assert re.search(r"process 7 on elsewhere has taken over.*: end one of the two\n\Z", error)
-
-
-def test_what_tensorboard_kept_back_is_written_when_a_run_ends_by_an_error(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    step = Trainer.train_step
-
-    def faulty(self: Trainer) -> object:
-        if self.step == 5:
-            raise GradientError("rank 0: the gradient of embedding.weight is not finite")
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "train_step", faulty)
-    assert train_main([str(run_file), "data.order=stream", "train.tensorboard=true"]) == 1
-    [events] = (run_file.parent / "run" / "tensorboard").glob("events*")
-    assert {
-        event.step for event in EventFileLoader(str(events)).Load() if event.HasField("summary")
-    } == {1, 2, 3, 4, 5}

@@ -157,8 +157,6 @@ class TrainConfig:
     """Steps from one line of the log to the next; metrics.jsonl has every step."""
     log_batch_hash: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
     metrics_port: Annotated[int | None, Ge(1), Le(65535)] = None
     """Serve the figures of each rank's loader to Prometheus and `streammega top`, at
     http://127.0.0.1:PORT/metrics. Rank r of a machine has the port metrics_port + r. Of
