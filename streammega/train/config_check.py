@@ -36,6 +36,7 @@ PLACES = {
     "index_cache_dir",
     "index_publish_url",
     "out_dir",
+    "resume_from",
     "blend",
     "blend_per_split",
     "validation",

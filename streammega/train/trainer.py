@@ -42,7 +42,7 @@ from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.segments import source_names
 from streammega.samples.source import first_datasets
-from streammega.train.checkpoints.checkpointer import Checkpointer, rewinds_of
+from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, hash_over_ranks, settings_of
@@ -119,8 +119,6 @@ class Trainer:
         """The step that is trained now; 0 before the first."""
         self.saved_step = 0
         """The step of the last checkpoint that this run saved or resumed from."""
-        self.rewinds: list[int] = []
-        """The values of train.resume_from_step that this run, and those it continues, have applied."""
         self.run_log: RunLog | None = None
         """On the first rank only."""
         if self.ranks.rank != 0:
@@ -147,10 +145,10 @@ class Trainer:
             log.info("metrics of rank 0: streammega top %s", self.loader.metrics_address)
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint (with train.resume_from_step, the newest up to there): weights,
-        optimizer, and the cursor.
+        """Load the newest sound checkpoint of out_dir, or where there is none that of train.resume_from:
+        weights, optimizer, and the cursor.
         """
-        rewind = self.config.train.resume_from_step
+        train = self.config.train
 
         def accept(position: dict[str, Any]) -> None:
             # The shapes of tensors may be the same, for another number of heads for instance.
@@ -166,21 +164,22 @@ class Trainer:
                 )
             self.batches.load_state_dict(position["data"])
 
-        position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
+        position = self.checkpoints.resume(self.model, self.optimizer, accept)
+        if position is None and train.resume_from is not None:
+            position = self.checkpoints.load(
+                train.resume_from, self.config.data.storage, self.model, self.optimizer, accept
+            )
+            position.pop("record", None)  # its step is one of the other run's
         if position is None:
             logged_steps = self.run_log.steps if self.run_log else set()
             if logged_steps:
                 log.warning(
                     "%s has no checkpoint of the %d steps in its metrics.jsonl: the run starts at step 0",
-                    self.config.train.out_dir,
+                    train.out_dir,
                     max(logged_steps),
                 )
             return
         self.step = self.saved_step = position["step"]
-        rewinds = set(rewinds_of(position))
-        if rewind is not None:
-            rewinds.add(rewind)
-        self.rewinds = sorted(rewinds)
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
         if self.run_log is None:
@@ -428,9 +427,6 @@ class Trainer:
         position: dict[str, Any] = {"step": self.step, "data": data, "model": model}
         if ahead := self._phases_ahead(data["consumed_samples"]):
             position["phases_ahead"] = ahead
-        if self.rewinds:
-            # A restart with one of these values of train.resume_from_step continues from here.
-            position["rewinds"] = self.rewinds
         if record is not None:
             position["record"] = finite(record)
         if self.scale is not None:

@@ -42,7 +42,6 @@ from streammega.errors import (
 )
 from streammega.parallel.rank_sync import RankSync
 from streammega.storage.backends.local import PreadStore
-from streammega.storage.backends.obstore import ObstoreStore
 from streammega.train.checkpoints import files as checkpoint_files
 from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
@@ -282,8 +281,32 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
         trainer = resumed(run_file)
     assert trainer.step == 4
     assert_same(trainer, weights(truth))
-    assert "checkpoint of step 6 cannot be used, the one before it is taken" in caplog.text
-    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
+    [line] = [one.message for one in caplog.records if one.name.startswith("streammega")]
+    assert line.startswith("the checkpoint of step 6 is damaged and skipped: ")
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.guarantee("damaged-checkpoint-bit")
+@pytest.mark.parametrize(
+    ("interval", "kept"), [(2, [6, 8]), (4, [4, 8])], ids=["its-step-again", "another-step"]
+)
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(
+    run_file: str, folder: Path, interval: int, kept: list[int]
+) -> None:
+    flip(step_files(folder, 6))
+    trainer = resumed(
+        run_file,
+        "train.keep_checkpoints=2",
+        f"train.save_interval={interval}",
+        "train.train_iters=8",
+    )
+    assert trainer.step == 4
+    trainer.run()
+    assert trainer.checkpoints.store.steps() == kept
+    assert resumed(run_file, "train.train_iters=8").step == 8
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        step_files(folder, step).name for step in kept
+    ], "the files of the damaged one went with its record"
 
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
@@ -403,8 +426,6 @@ def test_a_tensor_that_has_no_parts_leaves_no_first_weights_in_the_model(
         {"model": []},
         {"step": 5},
         {"step": -6},
-        {"rewinds": {}},
-        {"rewinds": [{}, None]},
         {"loss_scale": 7},
         {CHECKSUMS: []},
         {CHECKSUMS: {TENSORS: []}},
@@ -425,8 +446,8 @@ def test_a_record_under_the_name_of_another_step_is_not_taken(run_file: str, fol
     assert trainer.step == 6
     trainer.save()
     trainer.close()
-    assert names(folder) == [*(f"step-{step:08d}" for step in (2, 4, 6)), "step-00000099.damaged"]
-    assert resumed(run_file, "train.resume_from_step=2").step == 2
+    assert resumed(run_file).step == 6
+    assert step_files(folder, 2).is_dir(), "two records name it"
 
 
 PART = [[0], [4], "__0_0.distcp", 0, 100]
@@ -699,49 +720,6 @@ def test_an_evaluation_that_fails_costs_no_steps(
     assert all("batch_hash" in record for record in records)
 
 
-@pytest.mark.guarantee("rewind-done-once")
-def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
-    run_file: str, folder: Path
-) -> None:
-    resumed(run_file, "train.resume_from_step=2", "train.train_iters=6").run()
-    metrics = read_metrics(folder.parent / "metrics.jsonl")
-    assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
-    resumed(run_file, "train.train_iters=8").run()  # without it
-    again = resumed(run_file, "train.resume_from_step=2", "train.train_iters=8")
-    assert again.step == 8, "these steps have gone back to 2 already"
-    again.close()
-    further = resumed(run_file, "train.resume_from_step=4", "train.train_iters=8")
-    assert further.step == 4
-    further.close()
-
-
-@pytest.mark.guarantee("rewind-done-once")
-def test_a_rewind_that_is_refused_moves_no_checkpoint(run_file: str, folder: Path) -> None:
-    before = sorted(path.name for path in folder.iterdir())
-    with pytest.raises(StateError):
-        resumed(run_file, "train.resume_from_step=2", "model.dim=64").close()
-    assert sorted(path.name for path in folder.iterdir()) == before
-
-
-@pytest.mark.guarantee("rewind-done-once")
-def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(
-    run_file: str, folder: Path
-) -> None:
-    rewrite_position(record_of(folder, 6), rewinds=[4])
-    resumed(run_file, "train.resume_from_step=4").close()
-    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
-    for number in range(3):
-        resumed(run_file, f"train.resume_from_step={4 + number % 2}").close()
-        trainer = resumed(run_file, "train.resume_from_step=5")
-        trainer.rewinds = []
-        trainer.step = 6
-        trainer.save()
-        trainer.close()
-    aside = [name for name in names(folder) if "rewound" in name]
-    assert len(aside) == 3, aside
-    assert len({name.partition(".")[2] for name in aside}) == 3, "none takes the place of another"
-
-
 @pytest.mark.guarantee("run-diverged-ends")
 def test_a_run_that_diverges_finishes_the_save_under_way(
     run_file: str, monkeypatch: pytest.MonkeyPatch
@@ -795,7 +773,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
 
 @pytest.mark.guarantee("out-dir-may")
 @pytest.mark.parametrize("out", ["disk", "s3", "oss"], indirect=True)
-def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
+def test_runs_on_a_disk_and_in_an_object_store_save_keep_and_resume(
     run_file: str, out: list[str], tmp_path: Path
 ) -> None:
     straight = Trainer(load_run(run_file, ["train.train_iters=10"]), CPU)
@@ -809,16 +787,12 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
     second.run()
     assert_same(second, weights(straight))
     assert second.checkpoints.store.steps() == [8, 10]
-    back = resumed(run_file, *overrides, "train.resume_from_step=8")
-    assert back.step == 8
-    assert back.checkpoints.store.steps() == [8]
-    back.close()
-    place = back.checkpoints.store
+    place = second.checkpoints.store
     if place.folder is None:
         store = place.files("any").store
         stored = [item.key for item in store.list("deep/run/")]
         assert {key for key in stored if key.endswith(".json") and TENSORS not in key} == {
-            "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.rewound.json"
+            "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.json"
         }  # fmt: skip
         assert len([key for key in stored if key.endswith(".metadata")]) == 2, (
             "what is dropped is dropped with its files"
@@ -827,6 +801,71 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         metrics = read_metrics(tmp_path / bucket / "metrics.jsonl")
         assert [record["step"] for record in metrics] == list(range(1, 11))
         assert not any("metrics" in key for key in stored)
+
+
+@pytest.mark.guarantee("out-dir-may")
+@pytest.mark.parametrize(
+    "name", ["step-2", "checkpoints/step-2", "checkpoints/step-00000002.json", "FOLDER"]
+)
+def test_a_run_begins_at_a_checkpoint_of_another_and_goes_on_from_its_own(
+    run_file: str, folder: Path, out: list[str], name: str
+) -> None:
+    straight = resumed(run_file)
+    before = names(folder)
+    if name == "FOLDER":
+        name = f"checkpoints/{step_files(folder, 2).name}"
+    overrides = [*out, f"train.resume_from={folder.parent}/{name}"]
+    branch = resumed(run_file, *overrides)
+    assert (branch.step, branch.batches.consumed_samples) == (2, 16)
+    branch.run()
+    assert_same(branch, weights(straight))
+    assert branch.checkpoints.store.steps() == [4, 6]
+    assert names(folder) == before, "the other run keeps what it has"
+    assert resumed(run_file, *overrides).step == 6, "a restart by the same command"
+    straight.close()
+
+
+def test_a_run_in_a_bucket_is_begun_from(run_file: str, moto: S3) -> None:
+    url = f"s3://{moto.new_bucket()}"
+    out, *options = in_bucket(url, moto)
+    Trainer(load_run(run_file, [out, *options]), CPU).run()
+    branch = resumed(
+        run_file,
+        f"train.out_dir={url}/other",
+        f"train.resume_from={url}/deep/run/checkpoints/step-4",
+        *options,
+    )
+    assert branch.step == 4
+    branch.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "../run/step-3",
+            r"no checkpoint of step 3 in .*: there are those of steps 2, 4, 6; check",
+        ),
+        ("../nothing/step-2", r"no checkpoint of step 2 in .*nothing: there is none; check"),
+        ("../run/checkpoints", r"must end in the checkpoint's name, such as"),
+        ("step-2", r"in train\.out_dir itself, .*; give a new out_dir"),
+    ],
+)
+def test_a_checkpoint_that_no_run_can_begin_at_is_refused_by_name(
+    run_file: str, folder: Path, name: str, message: str
+) -> None:
+    out_dir = f"{folder.parent.parent}/new"
+    with pytest.raises(ConfigError, match=message):
+        resumed(run_file, f"train.out_dir={out_dir}", f"train.resume_from={out_dir}/{name}")
+
+
+def test_a_damaged_checkpoint_that_is_named_is_not_replaced_by_another(
+    run_file: str, folder: Path
+) -> None:
+    flip(step_files(folder, 6))
+    other = [f"train.out_dir={folder}/../../new", f"train.resume_from={folder}/step-6"]
+    with pytest.raises(StateError, match=r"step-00000006-\w+/__0_0\.distcp: .* are damaged"):
+        resumed(run_file, *other)
 
 
 def flip_in_bucket(objects: Objects, prefix: str, folder: Path) -> None:
@@ -853,7 +892,7 @@ def test_damaged_checkpoints_of_an_object_store_fall_back(
     assert second.step == 4
     second.save()
     second.close()
-    assert place.steps() == [2, 4]
+    assert place.steps() == [2, 4, 6]
     del objects[f"{checkpoints}/{place.find(4).name}/__0_0.distcp"]
     third = resumed(run_file, *overrides)
     assert third.step == 2
@@ -863,9 +902,8 @@ def test_damaged_checkpoints_of_an_object_store_fall_back(
     objects[f"{checkpoints}/step-00000004.json"] = b"{"
     fourth = resumed(run_file, *overrides)
     assert fourth.step == 2
-    fourth.save()
     fourth.close()
-    assert place.steps() == [2]
+    assert place.steps() == [2, 4, 6], "what is damaged stays until a newer one is saved"
 
 
 @pytest.mark.guarantee("out-dir-ranks")
@@ -1082,39 +1120,6 @@ def place_in_bucket(moto: S3) -> CheckpointStore:
 
 
 @pytest.mark.guarantee("out-dir-may")
-def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
-    moto: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = place_in_bucket(moto)
-    for step in (4, 6):
-        publish_values(place, step)
-
-    def killed(*_: Any) -> None:
-        raise InterruptedError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ObstoreStore, "delete", killed)
-        with pytest.raises(InterruptedError):
-            place.set_aside(4, "rewound")
-    assert place.steps() == [4, 6]
-    place.set_aside(6, "rewound")
-    place.prune_set_aside(1)
-    assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
-
-
-@pytest.mark.guarantee("out-dir-may")
-def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(moto: S3) -> None:
-    place = place_in_bucket(moto)
-    place.touch("step-00000004.json")  # which is no record
-    place.set_aside(4, "damaged")
-    for step in (4, 6):
-        publish_values(place, step)
-    place.set_aside(6, "rewound")
-    place.prune_set_aside(1)
-    assert place.files(place.find(4).name).read("__0_0.distcp") == b"values"
-
-
-@pytest.mark.guarantee("out-dir-may")
 def test_an_older_damaged_record_keeps_no_files_of_removed_checkpoints(moto: S3) -> None:
     place = place_in_bucket(moto)
     for step in (2, 4, 6):
@@ -1129,29 +1134,6 @@ def test_an_older_damaged_record_keeps_no_files_of_removed_checkpoints(moto: S3)
         False,
         True,
     ]
-
-
-def test_a_damaged_record_that_was_set_aside_does_not_end_a_rewind(moto: S3) -> None:
-    place = place_in_bucket(moto)
-    for step in (4, 6):
-        publish_values(place, step)
-        place.set_aside(step, "rewound")
-    place.touch("step-00000006.rewound.json")  # which is no record
-    place.prune_set_aside(1)
-    assert not place.exists("step-00000006.rewound.json")
-    assert place.exists("step-00000004.rewound.json")
-
-
-def test_the_last_that_was_set_aside_stays_where_a_clock_is_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = CheckpointStore.open(str(tmp_path), StorageConfig())
-    for step, now in ((6, 2e9), (4, 1e9), (8, 0.0)):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        publish_values(place, step)
-        place.set_aside(step, "rewound")
-    place.prune_set_aside(2)
-    assert names(tmp_path / "checkpoints") == ["step-00000004.rewound", "step-00000008.rewound"]
 
 
 def test_a_step_of_nine_digits_is_found_and_removed(moto: S3) -> None:

@@ -575,50 +575,37 @@ global_batch_size = 16
         load_run(run_file)
 
 
-@pytest.mark.guarantee("train-rewind-replays")
-def test_rewinding_replays_steps_and_skipping_passes_over_samples(
+@pytest.mark.guarantee("resume-from-replays")
+def test_a_run_that_begins_at_a_checkpoint_replays_its_steps_or_passes_over_samples(
     trained: RunConfig, run_file: str
 ) -> None:
     folder = Path(trained.train.out_dir)
     before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
-    again = start(run_file, "train.resume_from_step=13")
+    other = f"train.out_dir={folder.parent}/other"
+    begin = [other, f"train.resume_from={folder}/checkpoints/step-12"]
+    again = start(run_file, *begin)
     again.resume()
     assert again.step == 12
     record, _ = again.train_step()
     assert (record["loss"], record["batch_hash"]) == (before[13]["loss"], before[13]["batch_hash"])
-    again.close()
-    assert sorted(path.stem for path in (folder / "checkpoints").glob("*.json")) == [
-        "step-00000012", "step-00000014.rewound", "step-00000016.rewound"
-    ]  # fmt: skip
     again.step = 13
     again.save()
     again.close()
-    restarted = start(run_file, "train.resume_from_step=12")
+    restarted = start(run_file, *begin)
     restarted.resume()
-    assert restarted.step == 12, "another rewind"
-    assert (folder / "checkpoints" / "step-00000013.rewound.json").exists()
-    restarted.train_step()
-    restarted.step = 13
-    restarted.save()
+    assert restarted.step == 13, "a restart goes on"
     restarted.close()
-    once_more = start(run_file, "train.resume_from_step=12")
-    once_more.resume()
-    assert once_more.step == 13, "a restart of the same rewind goes on"
-    once_more.close()
     skipping = start(run_file, "data.exclude_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]")
     with pytest.raises(StateError, match="num_samples"):
         skipping.resume()  # in the Megatron order the number of samples is part of the order
-    skipping = start(run_file, "data.exclude_samples=[[96, 112]]", "train.resume_from_step=12")
-    skipping.step = 12
-    skipping.batches.load_state_dict(
-        position_of(folder / "checkpoints" / "step-00000012.json")["data"]
-    )
+    skipping.close()
+    skipping = start(run_file, "data.exclude_samples=[[96, 112]]", f"{other}-2", begin[1])
+    skipping.resume()
+    assert skipping.step == 12
     record, _ = skipping.train_step()
     assert record["samples"] == [112, 120]
     assert record["batch_hash"] == before[15]["batch_hash"]
     skipping.close()
-    with pytest.raises(ConfigError, match="no checkpoint at or before that step"):
-        start(run_file, "train.resume_from_step=3").resume()
 
 
 @pytest.mark.guarantee("sharded-computes-narrow")
@@ -642,12 +629,13 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         [r["grad_norm"] for r in wanted], rel=0.1
     )
     assert ("loss_scale" in records[-1]) == (dtype == "float16")
-    back = start(run_file, *options, "train.resume_from_step=8")
+    other = f"train.out_dir={Path(run_file).parent}/other"
+    back = start(run_file, *options, other, f"train.resume_from={config.train.out_dir}/step-8")
     back.resume()
     back.run()
     whole = [record["loss"] for record in records[8:]]
-    assert [r["loss"] for r in records_of(config)[16:]] == whole
-    wide = start(run_file)
+    assert [r["loss"] for r in records_of(back.config)] == whole
+    wide = start(run_file, other)
     wide.resume()
     for ours, theirs in zip(
         back.model.chunks[0].parameters(), wide.model.chunks[0].parameters(), strict=True
@@ -826,7 +814,7 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
             check_layout(load_run(run_file, overrides), ParallelLayout(pp=4))
 
 
-@pytest.mark.guarantee("train-rewind-replays")
+@pytest.mark.guarantee("resume-from-replays")
 @pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])
 def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
     run_file: str, order: str, steps: int
@@ -887,7 +875,6 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.max_grad_value=0", "train.max_grad_value is 0.0; it must be more than 0"),
         ("train.seed=18446744073709551616", "train.seed is 18446744073709551616"),
         ("train.collective_timeout=inf", "train.collective_timeout is inf"),
-        ("train.resume_from_step=-1", "train.resume_from_step is -1"),
         ("train.train_iters=true", "train.train_iters is true; it must be a whole number"),
         ("model.layers=true", "model.layers is true; it must be a whole number"),
         ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a whole number"),

@@ -331,7 +331,6 @@ def record_target(folder: Path) -> Target:
     position = {
         "step": 100,
         "data": state.make_state({"kind": "stream"}, 1000, 8, global_batch_size=16),
-        "rewinds": [50],
     }
     record = {"version": 2, "step": 100, "files": "step-00000100-3f09c1a2", "position": position}
     signed = {**record, "position": Checksums({"a": {"0": "1"}}).add_to(position)}
@@ -344,15 +343,13 @@ def record_target(folder: Path) -> Target:
         with (
             mock.patch.object(integrity, "xxhash", AnyChecksum()),
             stored_in(home / "checkpoints", ".json", data, "step-00000100"),
-            stored_in(home / "checkpoints", ".damaged.json", data, "step-00000050"),
         ):
             with suppress(StreammegaError):
                 saved = store.find(100)
                 assert isinstance(saved.position["data"], dict)
                 assert "/" not in saved.name
-            store.set_aside(100, "damaged")
-            store.prune_set_aside(1)
             store.begin(200)
+            store.remove(100)
         for path in (home / "checkpoints").iterdir():
             path.unlink()
         (home / "checkpoints").rmdir()

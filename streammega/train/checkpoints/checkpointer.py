@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from streammega.errors import ConfigError, StateError, StorageError
+from streammega.config import StorageConfig
+from streammega.errors import StateError, StorageError
 from streammega.parallel.rank_sync import RankSync
 from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
 from streammega.train.checkpoints.integrity import (
@@ -57,7 +58,7 @@ class Checkpointer:
     Args:
         store: where they are.
         device: on which the run computes.
-        keep: how many of the last checkpoints are kept, at least 1, and of those that a rewind sets aside.
+        keep: how many of the last sound checkpoints are kept, at least 1.
         timeout: seconds that ranks wait for each other.
 
     Raises ConfigError if the ranks do not share the store, or another job uses it.
@@ -77,6 +78,8 @@ class Checkpointer:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._damaged: set[int] = set()
+        """Steps of checkpoints that a resume has skipped."""
         self.last_save: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
         # A single rank without torchrun is no mistake.
@@ -161,49 +164,51 @@ class Checkpointer:
                 self._lock = None
 
     def resume(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        accept: Accept,
-        rewind: int | None = None,
+        self, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and optimizer of any layout; its position, or None
         where there is no checkpoint.
 
-        A damaged checkpoint is set aside, with a warning, and the one before is loaded. accept: is
-        called with the position before anything is loaded. rewind: load the newest one up to this
-        step, or of those that were trained after rewinding to it.
+        A damaged checkpoint is skipped, with a warning, and the one before is loaded. accept: is
+        called with the position before anything is loaded.
 
-        Raises ConfigError if there is no checkpoint to rewind to, StateError if none can be read or
-        it is of another model, and StorageError if the storage fails, since the newest one may be
-        sound then.
+        Raises StateError if none can be read or it is of another model, and StorageError if the
+        storage fails, since the newest one may be sound then.
         """
-        damaged: list[int] = []
         last_error: DamagedError | None = None
-        oldest_first, rewound = self._rank_sync.run_on_first(lambda: self._choose(rewind))
-        for step in reversed(oldest_first):
+        for step in reversed(self._rank_sync.run_on_first(self.store.steps)):
             try:
-                position = self._load(step, model, optimizer, accept)
+                return self._load(self.store, step, model, optimizer, accept)
             except DamagedError as error:
                 if self._rank_sync.rank == 0:
-                    log.warning(
-                        "the checkpoint of step %d cannot be used, the one before it is taken: %s",
-                        step,
-                        error,
-                    )
-                damaged.append(step)
+                    log.warning("the checkpoint of step %d is damaged and skipped: %s", step, error)
+                self._damaged.add(step)
                 last_error = error
-                continue
-            # Only now: if none can be loaded, all of them stay, so that one can be repaired.
-            self._rank_sync.run_on_first(lambda: self._set_aside_others(damaged, rewound))
-            return position
-        if damaged:
-            steps = ", ".join(str(step) for step in damaged)
+        if last_error is not None:
+            steps = ", ".join(str(step) for step in sorted(self._damaged, reverse=True))
             raise StateError(
                 f"{self.store.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
                 f"restore one, or start in another train.out_dir"
             )
         return None
+
+    def load(
+        self,
+        url: str,
+        storage: StorageConfig,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        accept: Accept,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any run, as `resume` does; its position.
+
+        Raises ConfigError where there is none, StateError if it is damaged or of another model,
+        StorageError.
+        """
+        place, step = self._rank_sync.run_on_first(
+            lambda: CheckpointStore.of_checkpoint(url, storage)
+        )
+        return self._load(place, step, model, optimizer, accept)
 
     def _take_lock(self) -> None:
         self._lock = self.store.lock()
@@ -259,10 +264,14 @@ class Checkpointer:
         # Again: writing may have taken minutes, and another job may have taken over.
         self.check_lock()
         self.store.publish(step, name, position)
-        # Steps rise, so the last `keep`, at least one, stay.
-        for old_step in self.store.steps()[: -self._keep]:
+        self._damaged.discard(step)
+        # What was damaged goes with the next checkpoint, and takes the place of no sound one.
+        damaged = [old_step for old_step in sorted(self._damaged) if old_step < step]
+        sound = [old_step for old_step in self.store.steps() if old_step not in self._damaged]
+        for old_step in [*damaged, *sound[: -self._keep]]:
             try:
                 self.store.remove(old_step)
+                self._damaged.discard(old_step)
             except (OSError, StorageError) as error:
                 log.warning(
                     "%s: step %d cannot be removed (%s); the new one is whole",
@@ -271,53 +280,23 @@ class Checkpointer:
                     one_line(error),
                 )
 
-    def _choose(self, rewind: int | None) -> tuple[list[int], list[int]]:
-        """(steps to resume from, the best last; the others). The first rank calls it.
-
-        With `rewind` the first are those up to it, and those that were trained after rewinding to it.
-        """
-        steps = self.store.steps()
-        if rewind is None:
-            return steps, []
-        kept = [step for step in steps if step <= rewind or rewind in self._rewinds_of(step)]
-        if not kept:
-            raise ConfigError(
-                f"train.resume_from_step = {rewind}: there is no checkpoint at or before that step "
-                f"in {self.store.url}"
-            )
-        return kept, [step for step in steps if step not in kept]
-
-    def _rewinds_of(self, step: int) -> list[int]:
-        try:
-            return rewinds_of(self.store.find(step).position)
-        except DamagedError:
-            return []
-
-    def _set_aside_others(self, damaged: Sequence[int], rewound: Sequence[int]) -> None:
-        """Move away what no later resume may take. The first rank calls it."""
-        self._set_aside(damaged, "damaged")
-        if rewound:
-            self._set_aside(rewound, "rewound")
-            self.store.prune_set_aside(self._keep)
-
-    def _set_aside(self, steps: Sequence[int], why: str) -> None:
-        """Move checkpoints away, so that no resume takes them. The first rank calls it."""
-        for step in steps:
-            url = self.store.set_aside(step, why)
-            log.warning("the checkpoint of step %d is set aside as %s", step, url)
-
     def _load(
-        self, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
+        self,
+        place: CheckpointStore,
+        step: int,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        accept: Accept,
     ) -> dict[str, Any]:
         """Load a checkpoint into model and optimizer; returns its position. All ranks call it together.
 
         Raises DamagedError (a StateError), StateError for one of another model, StorageError.
         """
         group = self._rank_sync.group
-        saved, metadata = self._rank_sync.run_on_first(lambda: self._examine(step))
+        saved, metadata = self._rank_sync.run_on_first(lambda: _examine(place, step))
         # Before loading: "another [model]" is a better message than tensors that do not fit.
         self._rank_sync.run(lambda: accept(saved.position))
-        files = self.store.files(saved.name)
+        files = place.files(saved.name)
         checksums = Checksums(saved.position[CHECKSUMS])
         try:
             state = self._rank_sync.run(lambda: state_to_load(model, optimizer, metadata))
@@ -340,13 +319,14 @@ class Checkpointer:
             ) from None
         return saved.position
 
-    def _examine(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
-        """A checkpoint, after a check of the names and sizes of its files. The first rank calls it."""
-        saved = self.store.find(step)
-        files = self.store.files(saved.name)
-        metadata = files.read_metadata(Checksums(saved.position[CHECKSUMS]))
-        files.check(metadata)
-        return saved, metadata
+
+def _examine(place: CheckpointStore, step: int) -> tuple[SavedCheckpoint, Metadata]:
+    """A checkpoint, after a check of the names and sizes of its files. The first rank calls it."""
+    saved = place.find(step)
+    files = place.files(saved.name)
+    metadata = files.read_metadata(Checksums(saved.position[CHECKSUMS]))
+    files.check(metadata)
+    return saved, metadata
 
 
 class _StagedPlanner(DefaultSavePlanner):
@@ -359,11 +339,6 @@ class _StagedPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The copy of this rank's part of a tensor."""
         return self._copies[index.fqn]
-
-
-def rewinds_of(position: Mapping[str, Any]) -> list[int]:
-    """The values of train.resume_from_step that the run of a checkpoint, and those it continues, have applied."""
-    return list(position.get("rewinds", ()))
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:

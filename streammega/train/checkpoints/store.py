@@ -38,17 +38,16 @@ log = logging.getLogger(__name__)
 
 SHARED_SIGN = ".shared-"
 """The prefix of the small files by which ranks check that they share the store."""
-_RECORD = re.compile(r"step-(?P<step>\d{8,})")
+_RECORD = re.compile(r"step-(?P<step>\d{8,})\.json")
 _POSITION: dict[str, type] = {
     **{"step": int, "data": dict, "model": dict, "record": dict, "loss_scale": dict},
-    **{"rewinds": list, "phases_ahead": list, CHECKSUMS: dict},
+    **{"phases_ahead": list, CHECKSUMS: dict},
 }
 """The entries of a position; only the first two and the checksums are always there."""
-_SET_ASIDE = re.compile(r"step-\d{8,}\.(rewound|damaged)(-\d+)?")
-"""The record of a checkpoint that is kept, but not used to resume."""
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
-_NAMED_FILES = re.compile(r"step-\d{8,}-([0-9a-f]{8})?")
-"""The folder that a record names, or the prefix of all folders of a step."""
+"""The folder that a record names."""
+_CHECKPOINT = re.compile(r"step-(?P<step>\d+)(-[0-9a-f]{8})?(\.json)?")
+"""How a checkpoint may be named: by its step, its record or its folder."""
 MAX_DELETES = 16
 """Deletes at once: each takes a round trip, and there may be a thousand files."""
 VISIBLE_SECONDS = 60.0
@@ -86,11 +85,43 @@ class CheckpointStore:
 
         Raises ConfigError for a URL that cannot work.
         """
-        store, key = open_store(join_url(out_dir, "checkpoints"), storage)
-        if not is_remote(out_dir):
+        return cls._at(join_url(out_dir, "checkpoints"), storage)
+
+    @classmethod
+    def _at(cls, url: str, storage: StorageConfig) -> CheckpointStore:
+        store, key = open_store(url, storage)
+        if not is_remote(url):
             # Without maps: an I/O error under a map, on NFS for instance, would kill the process.
             store = PreadStore(storage)
         return cls(store, key)
+
+    @classmethod
+    def of_checkpoint(cls, url: str, storage: StorageConfig) -> tuple[CheckpointStore, int]:
+        """Where a checkpoint is that is named by its URL, with `step-N` at its end, and its step. It is in
+        that folder, or in `checkpoints` there.
+
+        Raises ConfigError where it is in neither, StorageError.
+        """
+        folder, _, name = url.rstrip("/").rpartition("/")
+        match = _CHECKPOINT.fullmatch(name)
+        if match is None:
+            raise ConfigError(
+                f"train.resume_from is {url!r}; it must end in the checkpoint's name, such as "
+                f"runs/one/checkpoints/step-1200"
+            )
+        step = int(match["step"])
+        steps: list[int] = []
+        for place in (cls._at(folder or ".", storage), cls.open(folder or ".", storage)):
+            steps = place.steps() or steps
+            if step in steps:
+                return place, step
+        there = (
+            f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+        )
+        raise ConfigError(
+            f"train.resume_from: no checkpoint of step {step} in {folder or '.'}: {there}; "
+            f"check the name"
+        )
 
     def lock(self) -> JobLock:
         """Keep other jobs out. Raises ConfigError where one is at work."""
@@ -107,7 +138,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of whole checkpoints, rising."""
-        matches = [_RECORD.fullmatch(name) for name in self._record_names()]
+        names = [
+            info.key.rpartition("/")[2]
+            for info in self._store.list(self._files.key("step-"), recursive=False)
+        ]
+        matches = [_RECORD.fullmatch(name) for name in names]
         return sorted(int(match["step"]) for match in matches if match is not None)
 
     def find(self, step: int) -> SavedCheckpoint:
@@ -129,9 +164,6 @@ class CheckpointStore:
             )
         if position["step"] != step:
             raise DamagedError(f"{url}: is the record of step {position['step']}; name it so again")
-        # Of what a resume adds to and sorts.
-        if not all(type(rewind) is int for rewind in position.get("rewinds", ())):
-            raise DamagedError(f"{url}: holds no position of a run: rewinds are no steps")
         return SavedCheckpoint(record["files"], position)
 
     def begin(self, step: int) -> str:
@@ -154,41 +186,14 @@ class CheckpointStore:
             # After a power failure the record may exist: then its files must exist too.
             sync_folder(self.folder)
         record = {"version": 2, "step": step, "files": name, "position": dict(position)}
-        self._put_record(_record_name(step), record)
+        self._files.put(f"{_record_name(step)}.json", json.dumps(record, indent=1).encode())
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, its record first. Raises StorageError."""
-        self._remove(_record_name(step))
-
-    def set_aside(self, step: int, why: str) -> str:
-        """Take a checkpoint out of `steps` and keep it; the URL of its new record.
-
-        why: "damaged" or "rewound".
-        """
         name = _record_name(step)
-        new_name = f"{name}.{why}"
-        taken = set(self._record_names())
-        number = 1
-        while new_name in taken:
-            number += 1
-            new_name = f"{name}.{why}-{number}"
-        try:
-            record = self._read_record(name)
-        except DamagedError:
-            # every folder that was written for the step
-            record = {"version": 2, "step": step, "files": f"{name}-"}
-        # No time of day: a clock may be set back.
-        record["set_aside"] = 1 + max(self._set_aside_order().values(), default=0)
-        # In this order: if it is killed between the two, the checkpoint is there under both names.
-        self._put_record(new_name, record)
-        self._store.delete(self._files.key(f"{name}.json"))
-        return self._record_url(new_name)
-
-    def prune_set_aside(self, keep: int) -> None:
-        """Remove checkpoints that were set aside, except the last `keep`."""
-        number_of = self._set_aside_order()
-        for name in sorted(number_of, key=number_of.__getitem__)[:-keep]:
-            self._remove(name)
+        folder = self._folder_of(name)
+        self.delete(f"{name}.json")
+        self._remove_orphans(folder)
 
     def touch(self, name: str) -> None:
         """Write a small file."""
@@ -209,27 +214,6 @@ class CheckpointStore:
     def _record_url(self, name: str) -> str:
         return self._files.url(f"{name}.json")
 
-    def _set_aside_order(self) -> dict[str, int]:
-        """Records that were set aside, with numbers that rise; 0 of a damaged one."""
-        number_of: dict[str, int] = {}
-        for name in self._record_names():
-            if _SET_ASIDE.fullmatch(name):
-                try:
-                    number = self._read_record(name).get("set_aside")
-                except DamagedError:
-                    number = None
-                number_of[name] = number if isinstance(number, int) else 0
-        return number_of
-
-    def _record_names(self) -> list[str]:
-        """The names of all records, without their suffix."""
-        names: list[str] = []
-        for info in self._store.list(self._files.key("step-"), recursive=False):
-            _, _, file_name = info.key.rpartition("/")
-            if file_name.endswith(".json"):
-                names.append(file_name.removesuffix(".json"))
-        return names
-
     def _read_record(self, name: str) -> dict[str, Any]:
         """Raises DamagedError for a record that is missing or broken, or that names a folder which is
         not a checkpoint's: the folder is removed with the record.
@@ -240,18 +224,9 @@ class CheckpointStore:
         except ValueError as error:
             raise DamagedError(f"{url}: cannot be read ({error})") from None
         folder = record.get("files") if isinstance(record, dict) else None
-        if not isinstance(folder, str) or not _NAMED_FILES.fullmatch(folder):
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
             raise DamagedError(f"{url}: names {folder!r} as the folder of its files")
         return dict(record)
-
-    def _put_record(self, name: str, record: Mapping[str, Any]) -> None:
-        self._files.put(f"{name}.json", json.dumps(record, indent=1).encode())
-
-    def _remove(self, name: str) -> None:
-        """Remove a record, and the files that no other record names."""
-        folder = self._folder_of(name)
-        self.delete(f"{name}.json")
-        self._remove_orphans(folder)
 
     def _folder_of(self, name: str) -> str:
         """The folder that a record names. A damaged one counts as naming all folders of its step."""
@@ -259,16 +234,11 @@ class CheckpointStore:
             folder: str = self._read_record(name)["files"]
             return folder
         except DamagedError:
-            step_name, _, _ = name.partition(".")
-            return f"{step_name}-"
+            return f"{name}-"
 
     def _remove_orphans(self, folder_prefix: str) -> None:
-        """Remove the files that no record names, of folders whose names start so.
-
-        One folder may be named twice, by what was killed while it set a checkpoint aside. A record
-        of all that was written for a step names the files of later checkpoints of it too.
-        """
-        named = tuple(self._folder_of(name) for name in self._record_names())
+        """Remove the files that no record names, of folders whose names start so."""
+        named = tuple(self._folder_of(_record_name(step)) for step in self.steps())
         orphans: list[str] = []
         for info in self._store.list(self._files.key(folder_prefix)):
             folder, _, _ = info.key.removeprefix(f"{self._prefix}/").partition("/")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
 from streammega.errors import ConfigError
 from streammega.parallel.layout import ORDER
+from streammega.storage.open import resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +146,9 @@ class TrainConfig:
     """Go on training while a checkpoint is written or uploaded. It needs as much memory of the host
     as a rank saves.
     """
-    resume_from_step: Annotated[int | None, Ge(0)] = None
-    """Resume from the last checkpoint at or before this step. Later ones are set aside under *.rewound.
-    It is done once: a restart with the same setting goes on from what was trained since.
+    resume_from: str | None = None
+    """Begin at a checkpoint of another run, such as runs/one/checkpoints/step-1200 or the URL of one, with
+    a new out_dir. Once out_dir has checkpoints, the run goes on from those.
     """
     eval_interval: Annotated[int, Ge(0)] = 0
     """Steps from one evaluation to the next; the last step is evaluated too."""
@@ -177,6 +178,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_out_dir()
         check_fields(self, "train.")
+        beginning = None if self.resume_from is None else resolved(self.resume_from)
+        if beginning is not None and beginning.startswith(f"{resolved(self.out_dir).rstrip('/')}/"):
+            raise ConfigError(
+                f"train.resume_from is {self.resume_from!r}, in train.out_dir itself, where a run goes on "
+                f"from its newest checkpoint; give a new out_dir"
+            )
         if self.lowest_lr > self.lr and self.lr_decay_style != "constant":
             raise ConfigError(
                 f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
