@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,17 @@ METRICS = "metrics.jsonl"
 class RunLog:
     """The records of a run in its `metrics_folder`. Steps that are repeated after a resume are appended
     again.
-
-    check_lock: raises StorageError where another job may write in `out_dir`.
     """
 
     def __init__(
         self,
         out_dir: str,
         storage: StorageConfig,
-        check_lock: Callable[[], None],
         *,
         iters: int,
         log_interval: int = 1,
     ) -> None:
         self._policy = RetryPolicy.of(storage)
-        self._check_lock = check_lock
         self._iters = iters
         self._interval = log_interval
         folder = metrics_folder(out_dir)
@@ -54,8 +49,7 @@ class RunLog:
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished.
 
-        Waits for space while the disk is full. Raises StorageError if it stays full, or another job
-        may write there, OSError.
+        Waits for space while the disk is full. Raises StorageError if it stays full, OSError.
         """
         self._append(json.dumps(finite(record)) + "\n")
         step = record["step"]
@@ -75,7 +69,6 @@ class RunLog:
 
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full. Raises StorageError."""
-        self._check_lock()
         size = self.path.stat().st_size if self.path.exists() else 0
 
         def append() -> None:

@@ -123,11 +123,10 @@ class Trainer:
         """On the first rank only."""
         if self.ranks.rank != 0:
             return
-        # After the checkpoints: they lock out_dir, so no other job writes its metrics there.
+        # After the checkpoints: they lock an out_dir on a disk, so no other job writes metrics there.
         self.run_log = RunLog(
             train.out_dir,
             config.data.storage,
-            self.checkpoints.check_lock,
             iters=train.train_iters,
             log_interval=train.log_interval,
         )
@@ -248,7 +247,7 @@ class Trainer:
                     # The thread of a save ends with the process, and a resume needs that checkpoint.
                     try:
                         self.checkpoints.wait()
-                    except StorageError as error:
+                    except (ConfigError, StorageError) as error:
                         log.warning("%s", error)
                     raise
                 self.step += 1

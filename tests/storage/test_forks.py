@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from streammega import StorageConfig
@@ -20,7 +21,7 @@ from streammega.storage import open_store
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
-from streammega.train.checkpoints.lock import FileLock
+from streammega.train.checkpoints.store import lock_file
 from tests.support.processes import run_python, running_python
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running
@@ -168,20 +169,25 @@ time.sleep(1000)
 """
 
 
+def release(lock: filelock.BaseFileLock | None) -> None:
+    assert lock is not None
+    lock.release()
+
+
 @pytest.mark.guarantee("forked-processes-read")
 def test_a_child_locks_an_out_dir_while_a_thread_of_its_parent_waits_for_another(
     tmp_path: Path,
 ) -> None:
     with running_python(LOCKS_A_FILE, str(tmp_path / "occupied")) as holder:
-        waiting = threading.Thread(target=FileLock, args=(tmp_path / "occupied",))
+        waiting = threading.Thread(target=lock_file, args=(tmp_path / "occupied",))
         waiting.start()
         try:
             time.sleep(0.5)
-            assert in_fork(lambda: FileLock(tmp_path / "free").release(), patience=5) is None
+            assert in_fork(lambda: release(lock_file(tmp_path / "free")), patience=5) is None
         finally:
             holder.kill()
             waiting.join()
-            FileLock(tmp_path / "occupied").release()
+            release(lock_file(tmp_path / "occupied"))
 
 
 @pytest.mark.guarantee("forked-processes-read")

@@ -16,7 +16,6 @@ import torch
 
 from streammega.storage.backends.local import LocalWriter, PreadStore
 from streammega.storage.backends.obstore import ObstoreStore, ObstoreWriter
-from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
@@ -62,7 +61,6 @@ def train_and_die(
 
     done: a file to which the step of every checkpoint is appended that was published.
     """
-    checkpoint_lock.SETTLE_SECONDS = 0.02  # nobody else begins at the same moment
     changes = 0
     lock = threading.Lock()
 
@@ -181,8 +179,7 @@ def failing_save(
 
 
 def hold(rank: int, run_file: str, overrides: list[str], held: str) -> None:
-    """Train a step, and stay; another job need not wait long to see that this one does."""
-    checkpoint_lock.RENEW_SECONDS = 0.5
+    """Train a step, and stay."""
     os.chdir(Path(run_file).parent)
     trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
     trainer.train_step()

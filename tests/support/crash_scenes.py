@@ -19,7 +19,6 @@ from streammega.convert.write.destination import CLAIM, PROBE
 from streammega.dataset.verify import verify
 from streammega.errors import StreammegaError
 from streammega.storage.cache import cache_folder
-from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.trainer import Trainer
@@ -237,7 +236,6 @@ class Checkpoints(Scene):
         return load_run(str(self.folder / "run.toml"))
 
     def set_up(self) -> None:
-        self.patch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.0)
         self.patch.chdir(self.folder)
         self.weights: dict[int, list[NDArray[Any]]] = {}
         publish = CheckpointStore.publish

@@ -43,7 +43,6 @@ from streammega.errors import (
 from streammega.parallel.rank_sync import RankSync
 from streammega.storage.backends.local import PreadStore
 from streammega.train.checkpoints import files as checkpoint_files
-from streammega.train.checkpoints import lock as checkpoint_lock
 from streammega.train.checkpoints import store as checkpoint_store
 from streammega.train.checkpoints.files import (
     METADATA,
@@ -72,7 +71,6 @@ from tests.support.checkpoint_programs import (
     checkpoint_records,
     failing_save,
     files_of,
-    hold,
     outcome,
     train_and_die,
     train_slowly,
@@ -85,9 +83,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _no_rival(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody else begins at the same moment. Metrics of runs into a bucket are in the current folder."""
-    monkeypatch.setattr(checkpoint_lock, "SETTLE_SECONDS", 0.02)
+def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Metrics of runs into a bucket are in the current folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -281,7 +278,11 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
         trainer = resumed(run_file)
     assert trainer.step == 4
     assert_same(trainer, weights(truth))
-    [line] = [one.message for one in caplog.records if one.name.startswith("streammega")]
+    [line] = [
+        one.message
+        for one in caplog.records
+        if one.name.startswith("streammega") and one.levelno == logging.WARNING
+    ]
     assert line.startswith("the checkpoint of step 6 is damaged and skipped: ")
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
@@ -444,10 +445,11 @@ def test_a_record_under_the_name_of_another_step_is_not_taken(run_file: str, fol
     shutil.copy(record_of(folder, 2), record_of(folder, 99))
     trainer = resumed(run_file)
     assert trainer.step == 6
+    trainer.step = 7
     trainer.save()
     trainer.close()
-    assert resumed(run_file).step == 6
-    assert step_files(folder, 2).is_dir(), "two records name it"
+    assert resumed(run_file).step == 7
+    assert names(folder) == [f"step-{step:08d}" for step in (4, 6, 7, 99)]
 
 
 PART = [[0], [4], "__0_0.distcp", 0, 100]
@@ -890,7 +892,6 @@ def test_damaged_checkpoints_of_an_object_store_fall_back(
     flip_in_bucket(objects, f"{checkpoints}/{place.find(6).name}", tmp_path)
     second = resumed(run_file, *overrides)
     assert second.step == 4
-    second.save()
     second.close()
     assert place.steps() == [2, 4, 6]
     del objects[f"{checkpoints}/{place.find(4).name}/__0_0.distcp"]
@@ -1014,10 +1015,11 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     assert place.steps() == [2, 4, 6]
 
 
-def test_signs_that_killed_starts_left_are_removed_by_the_next_start(
-    run_file: str, out: list[str]
+def test_signs_that_killed_starts_left_on_a_disk_are_removed_by_the_next_start(
+    run_file: str,
 ) -> None:
-    config = load_run(run_file, out)
+    """In a bucket another job may have one."""
+    config = load_run(run_file)
     place = CheckpointStore.open(config.train.out_dir, config.data.storage)
     place.touch(".shared-0123456789ab")
     Trainer(config, CPU).close()
@@ -1085,32 +1087,6 @@ def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks
         assert "The checkpoints before it are whole" in message
         assert 20 <= step < 50
     assert len({step for _, step in ended}) == 1, "all ranks end after the same step"
-
-
-@pytest.mark.guarantee("job-time-trains")
-def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
-    gang: Gang, run_file: str, out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_lock, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(checkpoint_lock, "PATIENCE_SECONDS", 60.0)
-    refused: list[str] = []
-    held = tmp_path / "held"
-
-    def look() -> bool:
-        if held.exists():
-            try:
-                Trainer(load_run(run_file, out), CPU)
-            except ConfigError as error:
-                refused.append(str(error))
-        return bool(refused)
-
-    assert gang.run_until(look, 1, hold, run_file, out, str(held))
-    assert "another job trains there (process" in refused[0]
-    began = time.monotonic()
-    trainer = resumed(run_file, *out)  # of the same machine: its process can be seen to be gone
-    assert time.monotonic() - began < 40, "nobody is watched"
-    assert trainer.step == 1
-    trainer.close()
 
 
 def place_in_bucket(moto: S3) -> CheckpointStore:

@@ -19,8 +19,7 @@ import pytest
 
 import streammega
 from streammega.cli.main import main as command_line
-from streammega.train.program import main as train_main
-from streammega.train.run_log import METRICS, read_metrics
+from streammega.train.run_log import read_metrics
 from streammega.train.signals import ONE_REQUEST
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_small_run
@@ -241,24 +240,3 @@ def test_torchrun_ends_with_the_one_message_of_what_is_wrong_with_the_settings(
         f"error (rank 0): global_batch_size 8 {message}"
     ], log
     assert message in log.rpartition("Root Cause")[2], log
-
-
-def test_a_run_whose_folder_another_job_has_taken_writes_no_step_there(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run_file.parent / "run"
-    step = Trainer.train_step
-
-    def faulty(self: Trainer) -> object:
-        if self.step == 5:
-            folder.rename(run_file.parent / "moved")
-            folder.mkdir()
-            (folder / ".lock").write_text("process 7 on elsewhere\n")
-            (folder / METRICS).write_text("")
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "train_step", faulty)
-    assert train_main([str(run_file), "data.order=stream", "train.save_interval=6"]) == 1
-    assert not (folder / METRICS).read_text()
-    error = capsys.readouterr().err
-    assert re.search(r"process 7 on elsewhere has taken over.*: end one of the two\n\Z", error)

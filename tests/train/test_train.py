@@ -59,7 +59,7 @@ def start(run_file: str, *overrides: str) -> Trainer:
 
 
 def run_log_in(folder: Path, storage: StorageConfig | None = None) -> RunLog:
-    return RunLog(str(folder), storage or StorageConfig(), lambda: None, iters=10)
+    return RunLog(str(folder), storage or StorageConfig(), iters=10)
 
 
 def records_of(config: RunConfig) -> list[dict[str, Any]]:

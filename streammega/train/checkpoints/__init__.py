@@ -6,5 +6,4 @@ staging.py       copies of the state on the host, while training goes on
 files.py         the files of one checkpoint, written and read through any store
 integrity.py     checksums, and metadata that is read without trust
 store.py         where checkpoints are, what makes one whole, and whether all ranks see it
-lock.py          one job to a store
 """

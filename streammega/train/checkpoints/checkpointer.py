@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,7 +36,6 @@ from streammega.train.checkpoints.integrity import (
     first_cause,
     one_line,
 )
-from streammega.train.checkpoints.lock import JobLock, LostLockError
 from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.state import state_to_load, state_to_save
 from streammega.train.checkpoints.store import (
@@ -72,19 +72,21 @@ class Checkpointer:
         timeout: float = 600.0,
     ) -> None:
         self.store = store
-        self._lock: JobLock | None = None
         self._rank_sync = RankSync(_new_group(timeout))
         self._staging = HostStaging(device)
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._own: str | None = None
+        """The folder of the checkpoint that was loaded from the store, or saved, last."""
         self._damaged: set[int] = set()
         """Steps of checkpoints that a resume has skipped."""
         self.last_save: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
         # A single rank without torchrun is no mistake.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
-        # First: a second job must write nothing there.
+        # First: a second job must write nothing there. Other ranks have none.
+        self._lock: filelock.BaseFileLock | None = None
         self._rank_sync.run_on_first(self._take_lock)
         check_shared_filesystem(store, self._rank_sync)
 
@@ -149,11 +151,6 @@ class Checkpointer:
         age = time.monotonic() - started
         return self._rank_sync.run_on_first(lambda: step if age <= seconds else None)
 
-    def check_lock(self) -> None:
-        """Raise LostLockError if another job may write in the out_dir now. The first rank calls it."""
-        if self._lock is not None:
-            self._lock.check()
-
     def close(self) -> None:
         """Wait for the save under way, and release the lock."""
         try:
@@ -212,7 +209,6 @@ class Checkpointer:
 
     def _take_lock(self) -> None:
         self._lock = self.store.lock()
-        self.store.prepare()
 
     def _write_and_publish(
         self,
@@ -224,7 +220,7 @@ class Checkpointer:
         """All ranks write their files, then the first one publishes. Raises StorageError."""
         group = self._rank_sync.group
         try:
-            name = self._rank_sync.run_on_first(lambda: self._begin(step))
+            name = self._rank_sync.run_on_first(lambda: self.store.begin(step))
             writer = CheckpointWriter(self.store.files(name), self._rank_sync)
             self._staging.wait()
             metadata = state_dict_saver.save(
@@ -239,21 +235,12 @@ class Checkpointer:
                 lambda: self._publish(step, name, metadata, whole_position)
             )
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
-            cause = first_cause(error)
-            if isinstance(cause, LostLockError):
-                raise cause from None
-            reason = one_line(cause)
             raise StorageError(
-                f"{self.store.url}: the checkpoint of step {step} cannot be written ({reason}); "
+                f"{self.store.url}: the checkpoint of step {step} cannot be written "
+                f"({one_line(first_cause(error))}); "
                 f"free space there, or choose another train.out_dir. "
                 f"The checkpoints before it are whole"
             ) from None
-
-    def _begin(self, step: int) -> str:
-        """The name of a new folder. The first rank calls it."""
-        # If another job has taken over, its files would look like those of a killed save.
-        self.check_lock()
-        return self.store.begin(step)
 
     def _publish(
         self, step: int, name: str, metadata: Metadata, position: Mapping[str, Any]
@@ -261,10 +248,12 @@ class Checkpointer:
         """Publish the files of all ranks as a checkpoint, and remove old ones. The first rank calls it."""
         files = self.store.files(name)
         wait_until_visible(lambda: files.check(metadata), DamagedError)
-        # Again: writing may have taken minutes, and another job may have taken over.
-        self.check_lock()
-        self.store.publish(step, name, position)
-        self._damaged.discard(step)
+        if step in self._damaged:
+            # Only where there is no record is a new one written.
+            self.store.remove(step)
+            self._damaged.discard(step)
+        self.store.publish(step, name, position, self._own)
+        self._own = name
         # What was damaged goes with the next checkpoint, and takes the place of no sound one.
         damaged = [old_step for old_step in sorted(self._damaged) if old_step < step]
         sound = [old_step for old_step in self.store.steps() if old_step not in self._damaged]
@@ -317,6 +306,8 @@ class Checkpointer:
                 f"{files.url()}: does not fit this model and optimizer ({reason}); "
                 f"restore [model], or start a new out_dir"
             ) from None
+        if place is self.store:
+            self._own = saved.name
         return saved.position
 
 

@@ -3,15 +3,18 @@
     step-00000100.json            the record: the position of the run, and the folder of the files
     step-00000100-3f09c1a2/       the files
 
-A checkpoint exists when its record does. The record is written atomically after all files, and removed
-before them. Every save writes to a folder with a new name, so that files of an earlier save, which may
-still be on their way, cannot get into it.
+A checkpoint exists when its record does. The record is written after all files, on the condition that
+there is none of its step, and removed before them. Every save writes to a folder with a new name, so that
+files of an earlier save, or of another job, cannot get into it. On a disk a file lock keeps other jobs out.
+In a bucket, of two jobs the second to save a step ends.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import secrets
 import socket
@@ -21,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
+
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
@@ -29,10 +34,10 @@ from streammega.storage import Store, join_url, open_store
 from streammega.storage.atomic_file import sync_folder
 from streammega.storage.backends.local import LocalStore, PreadStore
 from streammega.storage.open import is_remote
+from streammega.storage.store import create_object
 from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import CheckpointFiles
 from streammega.train.checkpoints.integrity import CHECKSUMS, DamagedError, checksum_matches
-from streammega.train.checkpoints.lock import FileLock, JobLock, ObjectLock
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ _POSITION: dict[str, type] = {
     **{"phases_ahead": list, CHECKSUMS: dict},
 }
 """The entries of a position; only the first two and the checksums are always there."""
-_FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+_FOLDER = re.compile(r"step-(?P<step>\d{8,})-[0-9a-f]{8}")
 """The folder that a record names."""
 _CHECKPOINT = re.compile(r"step-(?P<step>\d+)(-[0-9a-f]{8})?(\.json)?")
 """How a checkpoint may be named: by its step, its record or its folder."""
@@ -54,6 +59,10 @@ VISIBLE_SECONDS = 60.0
 """How long until all ranks must see what one has written: NFS clients may cache for a minute."""
 LOOK_SECONDS = 0.2
 """Between two looks, for the sake of network file systems."""
+LOCK_SECONDS = 10.0
+"""How long to wait for a file lock: a job that ends may hold it a little longer."""
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 
 class SavedCheckpoint(NamedTuple):
@@ -123,18 +132,16 @@ class CheckpointStore:
             f"check the name"
         )
 
-    def lock(self) -> JobLock:
-        """Keep other jobs out. Raises ConfigError where one is at work."""
-        if self.folder is not None:
-            return FileLock(self.folder.parent / ".lock")
-        parent, _, _ = self._prefix.rpartition("/")
-        # A run at the root of a bucket has no parent, and keys do not start with a slash.
-        return ObjectLock(self._store, f"{parent}/lock.json".lstrip("/"))
-
-    def prepare(self) -> None:
-        """Remove what killed processes left as they started. Call it once, under the lock."""
+    def lock(self) -> filelock.BaseFileLock | None:
+        """Keep other jobs out of a folder on a disk, and remove what killed processes left there as they
+        started. Raises ConfigError where another job is at work.
+        """
+        if self.folder is None:
+            return None
+        lock = lock_file(self.folder.parent / ".lock")
         signs = self._store.list(self._files.key(SHARED_SIGN), recursive=False)
         self._delete([sign.key for sign in signs])
+        return lock
 
     def steps(self) -> list[int]:
         """Steps of whole checkpoints, rising."""
@@ -180,20 +187,38 @@ class CheckpointStore:
         """The folder of a save, or of a checkpoint that was found."""
         return CheckpointFiles(self._store, self._files.key(name))
 
-    def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
-        """Make a folder whose files are all there the checkpoint of its step."""
+    def publish(
+        self, step: int, name: str, position: Mapping[str, Any], replaced: str | None = None
+    ) -> None:
+        """Make a folder whose files are all there the checkpoint of its step.
+
+        replaced: the folder of a checkpoint of this job, in whose place it may be. Raises ConfigError
+        where another job has saved the step.
+        """
         if self.folder is not None:
             # After a power failure the record may exist: then its files must exist too.
             sync_folder(self.folder)
         record = {"version": 2, "step": step, "files": name, "position": dict(position)}
-        self._files.put(f"{_record_name(step)}.json", json.dumps(record, indent=1).encode())
+        file_name = f"{_record_name(step)}.json"
+        data = json.dumps(record, indent=1).encode()
+        if create_object(self._store, self._files.key(file_name), data):
+            return
+        folder_name = self._folder_of(_record_name(step))
+        if folder_name == replaced:
+            self._files.put(file_name, data)
+        # It may be there by this very call, whose answer was lost.
+        elif folder_name != name:
+            raise ConfigError(
+                f"{self._files.url(file_name)}: another job has saved step {step} there, and this one ends; "
+                f"give each job a train.out_dir of its own"
+            )
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, its record first. Raises StorageError."""
         name = _record_name(step)
         folder = self._folder_of(name)
         self.delete(f"{name}.json")
-        self._remove_orphans(folder)
+        self._remove_orphans(folder, was_published=True)
 
     def touch(self, name: str) -> None:
         """Write a small file."""
@@ -236,13 +261,26 @@ class CheckpointStore:
         except DamagedError:
             return f"{name}-"
 
-    def _remove_orphans(self, folder_prefix: str) -> None:
-        """Remove the files that no record names, of folders whose names start so."""
-        named = tuple(self._folder_of(_record_name(step)) for step in self.steps())
+    def _remove_orphans(self, folder_prefix: str, *, was_published: bool = False) -> None:
+        """Remove the files that no record names, of folders whose names start so.
+
+        was_published: a record has named them until now. Other files another job may still be writing in
+        a bucket, where none is locked out. But of a step that has a checkpoint, or is before all that are
+        kept, nothing can be published any more that stays.
+        """
+        # Before the records: what was published since is not taken for an orphan.
+        listed = self._store.list(self._files.key(folder_prefix))
+        steps = self.steps()
+        named = tuple(self._folder_of(_record_name(step)) for step in steps)
         orphans: list[str] = []
-        for info in self._store.list(self._files.key(folder_prefix)):
+        for info in listed:
             folder, _, _ = info.key.removeprefix(f"{self._prefix}/").partition("/")
-            if _FOLDER.fullmatch(folder) and not folder.startswith(named):
+            match = _FOLDER.fullmatch(folder)
+            if match is None or folder.startswith(named):
+                continue
+            step = int(match["step"])
+            is_over = step in steps or step < min(steps, default=0)
+            if was_published or is_over or self.folder is not None:
                 orphans.append(info.key)
         self._delete(orphans)
         if self.folder is not None:
@@ -257,10 +295,8 @@ class CheckpointStore:
 
 def check_shared_filesystem(store: CheckpointStore, rank_sync: RankSync) -> None:
     """Raise ConfigError unless all ranks see what the first one writes: else each would keep a part
-    of every checkpoint.
+    of every checkpoint. Raises StorageError where it cannot write.
     """
-    if rank_sync.group is None:
-        return
     # A new name every time: all would see one that an earlier start left.
     sign, first_host = rank_sync.run_on_first(
         lambda: (f"{SHARED_SIGN}{secrets.token_hex(6)}", socket.gethostname())
@@ -290,6 +326,37 @@ def wait_until_visible(look: Callable[[], None], invisible: type[Exception]) -> 
             if time.monotonic() > deadline:
                 raise
         time.sleep(LOOK_SECONDS)
+
+
+def lock_file(path: Path) -> filelock.BaseFileLock | None:
+    """Lock a file for this process, all of whose runs and threads share the lock. None where the file
+    system has no locks.
+
+    Raises ConfigError while another process has it, OSError where the file cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, thread_local=False, is_singleton=True)
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except filelock.Timeout:
+        owner = path.read_text(errors="replace").strip()
+        raise ConfigError(
+            f"{path.parent}: another job trains there ({owner or 'unknown process'}); "
+            f"end it, or choose another train.out_dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        log.warning(
+            "%s: this file system has no locks (%s); let only one job at a time train there",
+            path,
+            error.strerror,
+        )
+        return None
+    # Where there are no locks, filelock has its own text in the file.
+    if isinstance(lock, filelock.UnixFileLock):
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return lock
 
 
 def _record_name(step: int) -> str:
