@@ -14,7 +14,7 @@
     ├── CacheError                   the local cache cannot hold what it must
     ├── StateError                   a checkpoint's data state that does not fit this run
     ├── ConvertError                 a corpus that could not be converted
-    └── GradientError                a gradient that is not finite, or far too large
+    └── GradientError                a gradient that is not finite
 
 Messages say what happened, where, and how to mend it. They never hold credentials: those in URLs are
 removed here, those of `storage_options` where a library's text enters a message

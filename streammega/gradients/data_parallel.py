@@ -84,7 +84,6 @@ class BucketedDataParallel(nn.Module):
             rank is not finite. The error of that rank names the parameter. Set it to False with
             torch.amp.GradScaler, which skips such steps by itself, and in a CUDA graph, where every
             rank must use all parameters.
-        max_grad_value: with check_gradients, a larger element is an error too.
         main_grad: every parameter has `main_grad`, its place in the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
             Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
@@ -102,7 +101,6 @@ class BucketedDataParallel(nn.Module):
         overlap: bool = True,
         tied: Collection[str] = (),
         check_gradients: bool = True,
-        max_grad_value: float | None = None,
         main_grad: bool = False,
     ) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class BucketedDataParallel(nn.Module):
             buckets,
             group=self.group,
             tied_group=tied_group,
-            checks=GradientChecks(max_grad_value) if check_gradients else None,
+            checks=GradientChecks() if check_gradients else None,
             scale=1.0 / self.size if average else 1.0,
             overlap=overlap,
             main_grad=main_grad,

@@ -25,7 +25,6 @@ from streammega.train.model import TIED
 from streammega.train.optimizer import make_optimizer
 from streammega.train.sharding import (
     check_gradients,
-    check_largest,
     is_split_over_tensor,
     local_grads,
     reshard,
@@ -69,7 +68,6 @@ class ParallelModel:
                 bucket_size=parallel.bucket_size,
                 average=False,  # losses are sums: `finish_gradients` divides by all tokens
                 tied=tied,
-                max_grad_value=config.train.max_grad_value,
             )
         self._inputs = ModelInputs(config, ranks, device)
         self._pipeline = Pipeline(
@@ -141,8 +139,8 @@ class ParallelModel:
         """Make the gradients those of the mean loss over the tokens of all ranks. Call it after the last
         backward of a step, on all ranks together.
 
-        tokens: unmasked tokens of this rank, 0 on all but the last stage. Raises GradientError on
-        every rank if an element is too large, or, with BucketedDataParallel, not finite.
+        tokens: unmasked tokens of this rank, 0 on all but the last stage. With BucketedDataParallel
+        it raises GradientError on every rank if an element is not finite.
         """
         if self.data_parallel is not None:
             # It sums over dp-cp ranks and tied copies, checks, and divides.
@@ -155,9 +153,6 @@ class ParallelModel:
             # The first stage has the embedding, and the last a copy of it as the head.
             self.ranks.all_reduce(local_part(embedding.grad), "embedding")
         grads = local_grads(parameters)
-        max_grad_value = self.config.train.max_grad_value
-        if max_grad_value is not None:
-            check_largest(grads, max_grad_value)
         # Only the last stage counts tokens, and all stages need the number.
         groups = [self.ranks.group("dp-cp"), self.ranks.group("pp")]
         factor = inverse_of_tokens(tokens, groups, self.device)

@@ -99,23 +99,6 @@ def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
         raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
 
 
-def check_largest(grads: Mapping[str, Tensor], max_grad_value: float) -> None:
-    """Raise GradientError on every rank if an element of a gradient is larger than `max_grad_value`, or
-    NaN. Call it on all ranks together.
-    """
-    bad = [
-        name
-        for name, grad in grads.items()
-        if grad.numel() and not bool(grad.abs().max() <= max_grad_value)
-    ]
-    name = _first_of_all_ranks(bad)
-    if name is not None:
-        raise GradientError(
-            f"the gradient of {name}, summed over the ranks, is not finite, or has an element "
-            f"above {max_grad_value:.4g}; raise max_grad_value, or {MEND}"
-        )
-
-
 def _first_of_all_ranks(names: Iterable[str]) -> str | None:
     """The first of the names of all ranks; None where no rank has any."""
     local_names = sorted(names)

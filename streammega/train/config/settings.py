@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from streammega.config.validate import Ge, Gt, Le, Lt, check_fields
+from streammega.config.validate import Ge, Le, Lt, check_fields
 from streammega.errors import ConfigError
 from streammega.parallel.layout import ORDER
 from streammega.storage.open import resolved
@@ -112,11 +112,6 @@ class TrainConfig:
     """AdamW: how much of the running mean of squared gradients each step keeps."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    max_grad_value: Annotated[float | None, Gt(0)] = None
-    """A gradient with a larger element ends the run, and the error names the parameter. Elements are sums
-    over the tokens of one rank; with parallel.optimizer = sharded, over those of all ranks. A gradient
-    that is not finite always ends the run.
-    """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the computation. Parameters are always fp32; narrower computation needs
     parallel.optimizer = sharded.
