@@ -69,7 +69,6 @@ train_iters = {iters}
 micro_batch_size = 4
 global_batch_size = 16
 lr = 3e-3
-min_lr = 3e-4
 warmup_iters = 10
 save_interval = 10
 eval_interval = {eval_interval}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from streammega.errors.cached_property import cached_property
-from streammega.train.config import RunConfig, TrainConfig
+from streammega.train.config import TrainConfig
+
+BETAS = (0.9, 0.95)
+"""Those of GPT-3 and Llama: the mean of squares follows a change sooner than with torch's 0.999."""
+LARGEST_TO_LOWEST = 10.0
+"""The rate after the warmup to that of the last step, as for GPT-3, Chinchilla and Llama."""
 
 
 def make_optimizer(
@@ -28,54 +32,23 @@ def make_optimizer(
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=train.lr,
-        betas=(train.beta1, train.beta2),
+        betas=BETAS,
         fused=fused,
     )
 
 
-class LearningRate:
-    """Linear warmup to lr, then decay to the lowest rate. It follows from the position alone, so a
-    resume needs no state.
-
-    tokens_before: the tokens of all samples before a given one.
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate of the step after `step` steps: linear warmup to lr, then decay to a tenth of it. It
+    follows from the step alone, so a resume needs no state.
     """
-
-    def __init__(self, config: RunConfig, tokens_before: Callable[[int], int]) -> None:
-        self._train = config.train
-        self._schedule = config.schedule
-        by_tokens = config.train.lr_decay_unit == "tokens"
-        self._before: Callable[[int], int] = tokens_before if by_tokens else int
-
-    def at(self, step: int, sample: int) -> float:
-        """The rate after `step` steps, when the next one begins with `sample`."""
-        train = self._train
-        if step < train.warmup_iters:
-            # More than 0 also in the first step: a step of 0 would be wasted.
-            return train.lr * (step + 1) / train.warmup_iters
-        if train.lr_decay_unit == "steps":
-            first, last = train.warmup_iters, train.train_iters
-            position = step
-        else:
-            first, last = self._decay_span
-            position = self._amount_before(sample)
-        done = min(max((position - first) / max(1, last - first), 0.0), 1.0)
-        remaining = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-            "linear": 1 - done,
-            "constant": 1.0,
-        }[train.lr_decay_style]
-        return train.lowest_lr + (train.lr - train.lowest_lr) * remaining
-
-    @cached_property
-    def _decay_span(self) -> tuple[int, int]:
-        """Where the decay begins and ends, in samples or tokens."""
-        first_step = self._schedule.samples_of_step(self._train.warmup_iters + 1)
-        last_step = self._schedule.samples_of_step(self._train.train_iters)
-        return self._amount_before(first_step.start), self._amount_before(last_step.stop)
-
-    def _amount_before(self, sample: int) -> int:
-        """Samples or tokens that steps use before a sample, without those that are skipped."""
-        amount = self._before(sample)
-        for start, stop in self._schedule.excluded:
-            amount -= self._before(min(stop, sample)) - self._before(min(start, sample))
-        return amount
+    if step < train.warmup_iters:
+        # More than 0 also in the first step: a step of 0 would be wasted.
+        return train.lr * (step + 1) / train.warmup_iters
+    done = (step - train.warmup_iters) / max(1, train.train_iters - train.warmup_iters)
+    remaining = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
+        "linear": 1 - min(done, 1.0),
+        "constant": 1.0,
+    }[train.lr_decay_style]
+    lowest = train.lr / LARGEST_TO_LOWEST
+    return lowest + (train.lr - lowest) * remaining

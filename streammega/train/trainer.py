@@ -48,7 +48,7 @@ from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, hash_over_ranks, settings_of
 from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
 from streammega.train.losses import Losses, StepTotals, add_over_ranks
-from streammega.train.optimizer import LearningRate
+from streammega.train.optimizer import learning_rate
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog
 from streammega.train.signals import StopRequests, Terminated
@@ -104,7 +104,6 @@ class Trainer:
         self.optimizer = self.model.make_optimizer()
         self.grad_sync = DeviceTimer(device)
         """Times how long this rank waits for the others until gradients are summed."""
-        self.learning_rate = LearningRate(config, self.loader.dataset.tokens_before)
         self.scale = LossScale() if train.dtype == "float16" else None
         if train.eval_iters and train.eval_interval:
             self._check_valid_splits()
@@ -295,7 +294,7 @@ class Trainer:
         # All samples of a step have the same length: a phase begins with a step.
         length = dataset.sequence_length_at(first_sample)
         num_tokens = num_samples * length
-        lr = self.learning_rate.at(self.step, first_sample)
+        lr = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

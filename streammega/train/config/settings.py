@@ -94,22 +94,12 @@ class TrainConfig:
     """
     lr: Annotated[float, Ge(0), Lt(math.inf)] = 1e-3
     """The learning rate after the warmup: the largest."""
-    min_lr: Annotated[float | None, Ge(0), Lt(math.inf)] = None
-    """What the learning rate falls to by the last step. None: a tenth of lr."""
     warmup_iters: Annotated[int, Ge(0)] = 0
     """Steps in which the learning rate rises to lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes from lr to min_lr after the warmup."""
-    lr_decay_unit: Literal["steps", "samples", "tokens"] = "steps"
-    """What the decay counts. Samples and tokens differ from steps where batches ramp up, or phases change
-    the size of batches or the length of samples.
-    """
+    """How the learning rate goes from lr to a tenth of it, from the warmup to the last step."""
     weight_decay: Annotated[float, Ge(0), Lt(math.inf)] = 0.1
     """The weight decay of matrices; vectors have none."""
-    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """AdamW: how much of the running mean of gradients each step keeps."""
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """AdamW: how much of the running mean of squared gradients each step keeps."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -179,11 +169,6 @@ class TrainConfig:
                 f"train.resume_from is {self.resume_from!r}, in train.out_dir itself, where a run goes on "
                 f"from its newest checkpoint; give a new out_dir"
             )
-        if self.lowest_lr > self.lr and self.lr_decay_style != "constant":
-            raise ConfigError(
-                f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
-                f"the rate would rise; lower min_lr"
-            )
         if self.warmup_iters > self.train_iters:
             raise ConfigError(
                 f"train.warmup_iters is {self.warmup_iters}, more than train.train_iters {self.train_iters}: "
@@ -203,8 +188,3 @@ class TrainConfig:
                 f"train.out_dir is {self.out_dir!r}; it must be a folder or a URL, "
                 f"such as s3://bucket/run"
             )
-
-    @property
-    def lowest_lr(self) -> float:
-        """What the learning rate falls to by the last step."""
-        return self.lr / 10 if self.min_lr is None else self.min_lr
