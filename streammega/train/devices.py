@@ -216,13 +216,11 @@ def _use(device: torch.device) -> None:
 
 
 def set_numerics(train: TrainConfig) -> None:
-    """Set torch's switches for TF32 and determinism. Call before the first matrix product: cuBLAS
-    looks at its variable then.
+    """Set torch's switches for determinism. Call before the first matrix product: cuBLAS looks at its
+    variable then.
 
     A setting that is off leaves what the process has chosen by itself.
     """
-    if train.tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
         torch.use_deterministic_algorithms(True)

@@ -58,8 +58,8 @@ class GPT(nn.Module):
         self.head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         self.context: ContextParallel | None = None
-        self.recomputed = 0
-        """The first so many layers of this stage keep only their input for backward, and compute activations again."""
+        self.recomputes = False
+        """Whether layers keep only their input for backward, and compute activations again."""
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """(name, first values) of each parameter, one at a time: matrices are drawn, norms begin
@@ -102,8 +102,8 @@ class GPT(nn.Module):
         visibility = Visibility(parts, length, cu_seqlens, longest_tokens)
         if self.embedding is not None:
             x = self.embedding(x)
-        for number, block in enumerate(self.blocks.values()):
-            if number < self.recomputed:
+        for block in self.blocks.values():
+            if self.recomputes:
                 # Nothing in a block is random, so no state of a generator has to be restored.
                 x = checkpoint(
                     block, x, rotation, visibility, use_reentrant=False, preserve_rng_state=False
@@ -144,17 +144,13 @@ class GPT(nn.Module):
             assert isinstance(block, Block)
             block.context = context
 
-    def recompute(self, layers: int | str) -> None:
-        """Compute activations again in backward.
-
-        layers: "full": of all; "none": of none; or of the first so many of this stage.
-        """
-        named = {"none": 0, "full": len(self.blocks)}
-        self.recomputed = named[layers] if isinstance(layers, str) else layers
-        for number, block in enumerate(self.blocks.values()):
+    def recompute(self) -> None:
+        """Compute the activations of all layers again in backward."""
+        self.recomputes = True
+        for block in self.blocks.values():
             assert isinstance(block, Block)
-            # If forward is computed again, that gathers keys and values.
-            block.gather_again = number >= self.recomputed
+            # Forward is computed again, and gathers keys and values then.
+            block.gather_again = False
 
     def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,8 +40,6 @@ def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
         return DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA,))
     layout = ranks.layout
     of_stage = layout.grid(("pp", "dp", "cp", "tp"))[ranks.at["pp"]].reshape(-1, layout.tp)
-    # torch sorts the ranks of a group; with another rank_order rows of the grid need not ascend
-    of_stage = np.sort(of_stage, axis=0)
     return DeviceMesh.from_group(
         [data_group, tensor_group],
         device_type,

@@ -39,7 +39,8 @@ def make_stages(
         chunks = [GPT(config.model) for _ in stage_ids]
     for chunk, stage in zip(chunks, stage_ids, strict=True):
         chunk.keep_stage(stage, num_stages)
-        chunk.recompute(config.train.recompute)
+        if config.train.recompute == "full":
+            chunk.recompute()
         # Split on the meta device, so that memory is made for this rank's parts alone.
         if tensor_group is not None:
             of_tensor = mesh[TENSOR] if mesh is not None else None

@@ -82,9 +82,7 @@ class Trainer:
         set_numerics(train)
         parallel = config.parallel
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        layout = ParallelLayout.of_world(
-            world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.rank_order
-        )
+        layout = ParallelLayout.of_world(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
         check_layout(config, layout)
         self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout))
         self.stop_requests = StopRequests()

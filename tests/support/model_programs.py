@@ -60,7 +60,7 @@ def model_of(
     config = load_run(run_file, overrides)
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = {name: getattr(config.parallel, name) for name in ("tp", "cp", "pp")}
-    layout = ParallelLayout.of_world(world, **sizes, order=config.parallel.rank_order)
+    layout = ParallelLayout.of_world(world, **sizes)
     return ParallelModel(config, Ranks(layout), device), config
 
 

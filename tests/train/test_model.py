@@ -49,15 +49,10 @@ def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(
 ) -> None:
     kept = {
         setting: steps_of(0, run_file, [f"train.recompute={setting}"], documents)
-        for setting in ("none", "2", "full", "4")
+        for setting in ("none", "full")
     }
-    for other in kept.values():
-        assert_same(other, kept["none"])
+    assert_same(kept["full"], kept["none"])
     bytes_of = {setting: sum(result["saved"]) for setting, result in kept.items()}
-    assert bytes_of["4"] == bytes_of["full"]
-    assert bytes_of["none"] - bytes_of["2"] == pytest.approx(
-        (bytes_of["none"] - bytes_of["full"]) / 2, rel=0.1
-    )
     assert bytes_of["full"] < bytes_of["none"] / 3
 
 

@@ -1,5 +1,5 @@
-"""How the trainer computes is a setting: TF32, determinism; and nothing is computed that it does
-not use.
+"""Whether the trainer computes deterministically is a setting; and nothing is computed that it does not
+use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from streammega.errors import ConfigError
 from streammega.train.config import load_run
 from streammega.train.devices import set_numerics
 from streammega.train.trainer import Trainer
@@ -29,13 +28,11 @@ def run_file(tmp_path: Path, pair: str) -> str:
 @pytest.fixture
 def _switches_as_before() -> Iterator[None]:
     """torch's own switches belong to the process: give them back."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled()
     switches: Any = torch.utils.deterministic
     fill = switches.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
-    torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
     switches.fill_uninitialized_memory = fill
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -43,24 +40,22 @@ def _switches_as_before() -> Iterator[None]:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
 
 
-@pytest.mark.guarantee("train-tf32-train")
+@pytest.mark.guarantee("train-deterministic")
 @pytest.mark.usefixtures("_switches_as_before")
-def test_tf32_and_determinism_are_what_the_settings_say(
+def test_determinism_is_what_the_setting_says(
     run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     set_numerics(load_run(run_file).train)
-    assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    set_numerics(load_run(run_file, ["train.tf32=true", "train.deterministic=true"]).train)
-    assert torch.backends.cuda.matmul.allow_tf32
+    set_numerics(load_run(run_file, ["train.deterministic=true"]).train)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-@pytest.mark.guarantee("train-tf32-train")
+@pytest.mark.guarantee("train-deterministic")
 @pytest.mark.usefixtures("_switches_as_before")
 def test_a_caller_who_chose_determinism_keeps_it(
     run_file: str, monkeypatch: pytest.MonkeyPatch
@@ -92,20 +87,3 @@ def test_fields_that_the_trainer_does_not_use_are_not_made(run_file: str) -> Non
     batch = next(trainer.batches)
     trainer.close()
     assert set(batch) == {"tokens", "labels", "loss_mask"}
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.recompute=some", r"train\.recompute"),
-        ("train.recompute=-1", "train.recompute is -1; it must be at least 0"),
-        (
-            "train.recompute=true",
-            "train.recompute is true; it must be one of none, full, a whole number",
-        ),
-        ("train.recompute=5", r"train\.recompute is 5, more than model\.layers 1; .* full"),
-    ],
-)
-def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run(run_file, [override])

@@ -749,7 +749,6 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
         ("parallel.data_parallel=torch", "unknown setting parallel.data_parallel"),
         ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
         ("train.lr_decay_style=sine", "train.lr_decay_style"),
-        ("parallel.rank_order=tp-tp", "name each of"),
         ("parallel.pp=2", "1 ranks are not a multiple"),
         ("train.micro_batch_size=3", "is not a multiple of micro_batch_size 3 x dp_size 1"),
     ],
@@ -822,6 +821,7 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("train.micro_batch_size=0", "train.micro_batch_size is 0; it must be at least 1"),
         ("train.lr=-1", "train.lr is -1.0; it must be at least 0"),
         ("train.lr=nan", "train.lr is nan"),
+        ("train.recompute=2", "train.recompute is 2; it must be one of none, full"),
         (
             "train.weight_decay=inf",
             "train.weight_decay is inf; it must be at least 0 and less than inf",

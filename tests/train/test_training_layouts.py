@@ -210,7 +210,7 @@ def test_one_loss_with_documents_apart(
         pytest.param((2, 2, 1, 2), ["parallel.optimizer=sharded"], marks=pytest.mark.soak),
         pytest.param((2, 1, 1, 2), ["parallel.virtual_pipeline_stages=2"], marks=pytest.mark.soak),
         ((1, 1, 2, 2), ["parallel.virtual_pipeline_stages=2", "parallel.optimizer=sharded"]),
-        ((2, 2, 1, 1), ['parallel.rank_order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
+        ((2, 2, 1, 1), ["parallel.optimizer=sharded"]),
     ],
     ids=[
         "sharded",
@@ -218,7 +218,7 @@ def test_one_loss_with_documents_apart(
         "sharded-tp-pp",
         "virtual",
         "virtual-sharded-cp",
-        "sharded-dp-first",
+        "sharded-tp",
     ],
 )
 def test_one_loss_for_all_optimizers_and_schedules(

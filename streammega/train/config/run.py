@@ -46,12 +46,6 @@ class RunConfig:
         data = resolve_phase_starts(data, train.global_batch_size, train.rampup_batch_size)
         object.__setattr__(self, "data", data)  # the way to set a field of what is frozen
         self._set_vocabulary()
-        recompute = self.train.recompute
-        if isinstance(recompute, int) and recompute > self.model.layers:
-            raise ConfigError(
-                f"train.recompute is {recompute}, more than model.layers {self.model.layers}; "
-                f"set it to full for all of them"
-            )
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(
                 f"train.dtype = {self.train.dtype} computes with copies of fp32 parameters, which "

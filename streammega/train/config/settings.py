@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from streammega.config.validate import Ge, Le, Lt, check_fields
 from streammega.errors import ConfigError
-from streammega.parallel.layout import ORDER
 from streammega.storage.open import resolved
 
 
@@ -48,8 +47,6 @@ class ParallelConfig:
     """Pipeline parallelism: the layers are divided over so many ranks."""
     virtual_pipeline_stages: int = 1
     """Pipeline stages on each pipeline rank. With more than one the schedule is interleaved."""
-    rank_order: str = ORDER
-    """The kinds of parallelism in the order in which they number the ranks, the fastest first."""
     optimizer: Literal["replicated", "sharded"] = "replicated"
     """replicated: each rank has whole parameters and optimizer state, and BucketedDataParallel sums
     gradients. sharded: torch's fully_shard divides parameters, gradients and state over ranks.
@@ -108,13 +105,10 @@ class TrainConfig:
     """
     seed: Annotated[int, Ge(-(2**63)), Lt(2**64)] = 1234
     """The seed of the model's initial weights."""
-    recompute: Annotated[Literal["none", "full"] | int, Ge(0)] = "none"
-    """Layers whose activations backward computes again: none, full (all), or the first so many of each
-    pipeline stage. They need less memory, and a third more compute. Losses and gradients stay the same
-    to the bit.
+    recompute: Literal["none", "full"] = "none"
+    """Layers whose activations backward computes again: none, or full (all). They need less memory, and a
+    third more compute. Losses and gradients stay the same to the bit.
     """
-    tf32: bool = False
-    """On CUDA, multiply float32 matrices by TF32: faster, with 10 bits of mantissa."""
     deterministic: bool = False
     """Only algorithms of torch that give the same bits every time; an operation that has none is an
     error. Slower on CUDA.
