@@ -254,10 +254,7 @@ class Trainer:
                 is_wanted = train.eval_iters > 0 and train.eval_interval > 0
                 evaluates = is_wanted and (is_last or self.step % train.eval_interval == 0)
                 if self._is_save_due(record):
-                    self.save(
-                        background=train.async_save and not is_last,
-                        record=record if evaluates else None,
-                    )
+                    self.save(background=not is_last, record=record if evaluates else None)
                 try:
                     if evaluates:
                         record |= self.evaluate_all()

@@ -121,10 +121,6 @@ class TrainConfig:
     """
     keep_checkpoints: Annotated[int, Ge(1)] = 3
     """How many of the last checkpoints are kept."""
-    async_save: bool = True
-    """Go on training while a checkpoint is written or uploaded. It needs as much memory of the host
-    as a rank saves.
-    """
     resume_from: str | None = None
     """Begin at a checkpoint of another run, such as runs/one/checkpoints/step-1200 or the URL of one, with
     a new out_dir. Once out_dir has checkpoints, the run goes on from those.
