@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from streammega.dataset import IndexedDatasetWriter as IndexedDatasetWriter
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.gradients.data_parallel import BucketedDataParallel as BucketedDataParallel
-    from streammega.gradients.data_parallel import finish_grad_sync as finish_grad_sync
     from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
@@ -83,7 +82,6 @@ _HOMES = {
     "simulate_reads": "streammega.loading.simulate",
     "SourceLosses": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
-    "finish_grad_sync": "streammega.gradients.data_parallel",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

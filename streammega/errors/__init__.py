@@ -129,4 +129,4 @@ class ConvertError(StreammegaError):
 
 
 class GradientError(StreammegaError):
-    """A gradient that is not finite, or far too large; names the rank and the parameter."""
+    """A gradient that is not finite; names the rank and the bucket, or the parameter."""

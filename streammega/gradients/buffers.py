@@ -74,6 +74,8 @@ class GradBucket:
     """Slots whose gradient of this step is incomplete. With 0 the bucket is full."""
     work: dist.Work | None = None
     """The collective under way, if there are other ranks."""
+    is_finite: Tensor | None = None
+    """bool []: whether this rank's gradients of the step are, before they are summed; None: not checked."""
     streams: set[torch.cuda.Stream] = field(default_factory=set)
     """CUDA streams on which gradients were added in this step."""
 
@@ -84,9 +86,16 @@ class GradBucket:
             if stream != current:
                 current.wait_stream(stream)
 
+    def check(self) -> None:
+        """Set `is_finite`, which stays on the device: the host would wait for it."""
+        # Not by a norm, whose squares may overflow. torch has no largest element of an empty tensor.
+        extremes = torch.stack(torch.aminmax(self.grads)) if self.grads.numel() else self.grads
+        self.is_finite = extremes.isfinite().all()
+
     def reset(self) -> None:
         """Begin a step."""
         self.work = None
+        self.is_finite = None
         self.streams.clear()
         self.unready = len(self.slots)
         for slot in self.slots:
@@ -126,7 +135,7 @@ def make_buckets(
         raise ConfigError(
             "the module has no parameters that require gradients; leave it unwrapped, or unfreeze some"
         )
-    _check_kinds(named_parameters)
+    _check_devices(named_parameters)
     sizes = [local_part(parameter).numel() for _, parameter in named_parameters]
     untied_of_dtype: dict[torch.dtype, list[int]] = {}
     tied_of_dtype: dict[torch.dtype, list[int]] = {}
@@ -180,16 +189,11 @@ def _make_bucket(
     return GradBucket(grads, slots, is_tied, unready=len(slots))
 
 
-def _check_kinds(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ConfigError for parameters whose gradients a bucket cannot hold."""
+def _check_devices(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ConfigError for parameters whose gradients one bucket cannot hold."""
     first = named_parameters[0][0]
     device = named_parameters[0][1].device
     for name, parameter in named_parameters:
-        if parameter.is_complex():
-            raise ConfigError(
-                f"{name} is complex, and buckets hold real numbers; make it a parameter of real "
-                f"numbers, and call torch.view_as_complex in forward"
-            )
         if parameter.device != device:
             raise ConfigError(
                 f"{first} is on {device} and {name} on {parameter.device}: wrap a module whose "

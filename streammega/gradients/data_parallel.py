@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from streammega.gradients.buffers import (
     tensor_parallel_group,
 )
 from streammega.gradients.collectives import bucket_group, clip, inverse_of_tokens, total_norm
-from streammega.gradients.grad_checks import GradientChecks
 from streammega.gradients.reducer import GradReducer
 from streammega.parallel import Ranks
 
@@ -66,10 +65,9 @@ class BucketedDataParallel(nn.Module):
     every step.
 
     Args:
-        modules: one, or several that one backward goes through, such as the virtual pipeline stages
-            of this rank. Several are called directly, and their parameters are named "0.weight" and
-            so on. Parameters may be DTensors of one tensor-parallel group; every rank works on its
-            own part.
+        module: all that one backward goes through. Its parameters may be DTensors of one
+            tensor-parallel group; every rank works on its own part. Several modules, such as the
+            virtual pipeline stages of this rank, are one nn.ModuleList, and are called directly.
         group: the ranks that hold copies; None: all.
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
             taken over all groups.
@@ -81,7 +79,7 @@ class BucketedDataParallel(nn.Module):
         tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
             embedding group.
         check_gradients: `finish_grad_sync` raises GradientError on every rank if a gradient of some
-            rank is not finite. The error of that rank names the parameter. Set it to False with
+            rank is not finite, and names that rank and its bucket. Set it to False with
             torch.amp.GradScaler, which skips such steps by itself, and in a CUDA graph, where every
             rank must use all parameters.
         main_grad: every parameter has `main_grad`, its place in the bucket, and
@@ -91,7 +89,7 @@ class BucketedDataParallel(nn.Module):
 
     def __init__(
         self,
-        modules: nn.Module | Sequence[nn.Module],
+        module: nn.Module,
         *,
         group: dist.ProcessGroup | None = None,
         ranks: Ranks | None = None,
@@ -108,7 +106,6 @@ class BucketedDataParallel(nn.Module):
             raise ConfigError("give either group or ranks, not both")
         if bucket_size is not None and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it counts elements, at least 1")
-        module = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self.module = module
         self.ranks = ranks
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -118,6 +115,8 @@ class BucketedDataParallel(nn.Module):
         self.size = self.group.size() if self.group is not None else 1
         self.average = average
         self._split_over = None if ranks is not None else tensor_parallel_group(module)
+        # the ranks among which one copy of the model is divided
+        self._parts_group = ranks.group("tp-pp") if ranks is not None else self._split_over
         self._check_group()
         self._check_modules()
         tied_group = ranks.group("embedding") if ranks and tied else None
@@ -136,7 +135,8 @@ class BucketedDataParallel(nn.Module):
             buckets,
             group=self.group,
             tied_group=tied_group,
-            checks=GradientChecks() if check_gradients else None,
+            parts_group=self._parts_group,
+            checks=check_gradients,
             scale=1.0 / self.size if average else 1.0,
             overlap=overlap,
             main_grad=main_grad,
@@ -167,6 +167,7 @@ class BucketedDataParallel(nn.Module):
         finally:
             self.reducer.micro_batches = 0
 
+    @torch.no_grad()
     def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
         """Wait until gradients are reduced, and put them where optimizers look: `param.grad`.
 
@@ -175,7 +176,23 @@ class BucketedDataParallel(nn.Module):
                 stage): gradients are divided by their number over all data- and context-parallel
                 ranks, at least 1. For losses that are summed over tokens, with average=False.
         """
-        finish_grad_sync([self], num_tokens)
+        if num_tokens is not None and self.average:
+            raise ConfigError(
+                "finish_grad_sync(num_tokens) divides sums of gradients by tokens, and these are "
+                "averages over ranks: make BucketedDataParallel with average=False"
+            )
+        self._check_frozen()
+        self.reducer.claim_group()
+        self.reducer.launch_rest()
+        factor = None
+        if num_tokens is not None:
+            # After the buckets: how many of those started in backward differs from rank to rank.
+            # Only the last stage counts tokens: the others have zeros, and need the number too.
+            stages = self.ranks.group("pp") if self.ranks is not None else None
+            factor = inverse_of_tokens(num_tokens, [self.group, stages], self.device)
+        if fault := self.reducer.wait():
+            raise GradientError(fault)
+        self.reducer.expose(factor)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm, over all ranks of the layout; returns the norm before."""
@@ -188,9 +205,7 @@ class BucketedDataParallel(nn.Module):
                 # what tensor-parallel ranks and stages have copies of would count twice
                 if self._is_first_copy(slot):
                     counted.append(grad)
-        # the ranks among which one copy of the model is divided
-        group = self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
-        norm = total_norm(counted, [group], self.device)
+        norm = total_norm(counted, [self._parts_group], self.device)
         clip(grads, norm, max_norm)
         return norm
 
@@ -237,7 +252,12 @@ class BucketedDataParallel(nn.Module):
             return
         source = dist.get_process_group_ranks(self.group)[0]
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            dist.broadcast(local_part(tensor), source, group=self.group)
+            part = local_part(tensor)
+            # Collectives send memory in its order, which need not be that of the first rank.
+            sent = part.contiguous()
+            dist.broadcast(sent, source, group=self.group)
+            if sent is not part:
+                part.copy_(sent)
         for name, submodule in self.module.named_modules():
             if isinstance(submodule, STATISTICS) and submodule.track_running_stats:
                 log.warning(
@@ -289,7 +309,7 @@ class BucketedDataParallel(nn.Module):
                         f"same order, on every rank"
                     )
 
-    def check_frozen(self) -> None:
+    def _check_frozen(self) -> None:
         """Raise ConfigError for a parameter that was frozen when it was wrapped, and is trained."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -305,62 +325,6 @@ class BucketedDataParallel(nn.Module):
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
 
-    def inverse_of_tokens(self, num_tokens: Tensor) -> Tensor:
-        """1 / the sum of num_tokens over data-parallel ranks and pipeline stages; see
-        `collectives.inverse_of_tokens`.
-        """
-        # only the last stage counts them: the others have zeros, and need the number too
-        stages = self.ranks.group("pp") if self.ranks is not None else None
-        return inverse_of_tokens(num_tokens, [self.group, stages], self.device)
-
-
-@torch.no_grad()
-def finish_grad_sync(
-    models: Sequence[BucketedDataParallel], num_tokens: Tensor | None = None
-) -> None:
-    """`finish_grad_sync` of several models, of a process group each, in one order on all ranks.
-
-    num_tokens: counted over the ranks of the largest group, which must have those of all others.
-    """
-    if num_tokens is not None:
-        _check_that_tokens_count(models)
-    for model in models:
-        model.check_frozen()
-        model.reducer.claim_group()
-    for model in models:
-        model.reducer.launch_rest()
-    # After the buckets: how many of those started in backward differs from rank to rank.
-    factor = None if num_tokens is None else _largest(models).inverse_of_tokens(num_tokens)
-    # all of them: what is not read is there still when the next step begins
-    faults = [model.reducer.wait() for model in models]
-    for fault in faults:
-        if fault:
-            raise GradientError(fault)
-    for model in models:
-        model.reducer.expose(factor)
-
-
-def _check_that_tokens_count(models: Sequence[BucketedDataParallel]) -> None:
-    """Raise ConfigError where gradients cannot be divided by the tokens of one group of ranks."""
-    if any(model.average for model in models):
-        raise ConfigError(
-            "finish_grad_sync(num_tokens) divides sums of gradients by tokens, and these are "
-            "averages over ranks: make BucketedDataParallel with average=False"
-        )
-    largest_group = _largest(models).ranks_of_copies
-    for model in models:
-        if not set(model.ranks_of_copies) <= set(largest_group):
-            raise ConfigError(
-                f"finish_grad_sync(num_tokens) counts tokens in one group that has all ranks of "
-                f"the others. The groups of ranks {largest_group} and {model.ranks_of_copies} overlap: "
-                f"finish each by itself, with the tokens of its own ranks"
-            )
-
-
-def _largest(models: Sequence[BucketedDataParallel]) -> BucketedDataParallel:
-    """The model that most ranks have; of equal ones that which knows its pipeline stages."""
-    return max(models, key=lambda model: (model.size, model.ranks is not None))
-
 
 def _describe(module: nn.Module) -> list[str]:
     """What must be the same on all ranks of a module, a line for each parameter and buffer."""
@@ -374,12 +338,7 @@ def _describe(module: nn.Module) -> list[str]:
 
 
 def _form(tensor: Tensor) -> str:
-    part = local_part(tensor)
-    form = f"{tensor.dtype} {list(part.shape)}"
-    if part.is_contiguous():
-        return form
-    # collectives send memory in its order: with other strides ranks would add up different elements
-    return f"{form} with strides {list(part.stride())}"
+    return f"{tensor.dtype} {list(local_part(tensor).shape)}"
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

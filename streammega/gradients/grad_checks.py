@@ -1,4 +1,4 @@
-"""Checks of gradients: each rank inspects its own before they are reduced, and all ranks raise when the
+"""Checks of gradients: each rank looks at its own before they are reduced, and all ranks raise when the
 step is reduced.
 
 The host reads the results once a step. Reading them for every bucket would drain the launch queue of a
@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from streammega.errors import GradientError
-from streammega.gradients.buffers import GradSlot
+from streammega.gradients.buffers import GradBucket
+
+ALL_FINITE = 2**62
+"""In place of the number of a bad gradient: larger than any."""
 
 MEND = (
     "check this step's batch and learning rate, and resume from the last checkpoint with a lower rate "
@@ -23,100 +26,51 @@ MEND = (
 )
 
 
-class GradientChecks:
-    """Inspects the gradients of one step on this rank: the largest magnitude of each parameter's, kept
-    on its device. It is finite exactly if all elements are; a sum of squares may overflow.
-    """
-
-    def __init__(self) -> None:
-        self._magnitudes: list[Tensor] = []
-        self._names: list[str] = []
-        """The parameter of each magnitude."""
-
-    def inspect(self, slots: Sequence[GradSlot], note: str = "") -> None:
-        """Inspect the gradients of a bucket that is about to be reduced.
-
-        note: what messages say after the name of a parameter.
-        """
-        # torch has no largest element of an empty tensor
-        filled = [slot for slot in slots if slot.main_grad.numel()]
-        grads = [slot.main_grad for slot in filled]
-        self._magnitudes += _largest_magnitudes(grads)
-        self._names += [slot.name + note for slot in filled]
-
-    def count_bad(self) -> Tensor | float:
-        """1 if a gradient of this rank is bad, else 0; on the device of the magnitudes."""
-        return (~self._good()).any().float() if self._magnitudes else 0.0
-
-    def collect(self, *, some_bad: bool) -> str:
-        """What is wrong with a gradient of this rank, or an empty text. The next step begins.
-
-        some_bad: whether a gradient of any rank is bad. If not, the magnitudes are not read.
-        """
-        fault = self._first_fault() if self._magnitudes and some_bad else ""
-        self._magnitudes = []
-        self._names = []
-        return fault
-
-    def _first_fault(self) -> str:
-        """What is wrong with the first bad gradient; empty if all are good."""
-        if all(good := self._good().tolist()):
-            return ""
-        return f"the gradient of {self._names[good.index(False)]} is not finite; {MEND}"
-
-    def _good(self) -> Tensor:
-        """Whether each gradient is good, bool [gradients]."""
-        return torch.stack(self._magnitudes).isfinite()
-
-
-def _largest_magnitudes(grads: list[Tensor]) -> Sequence[Tensor]:
-    """The largest magnitude of each gradient, NaN if an element is NaN."""
-    if not grads:
-        return ()
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
-    if not grads[0].is_cuda:
-        # on a CPU a fifth of the time of the norm of infinite order
-        extremes = [torch.aminmax(grad) for grad in grads]
-        lowest = torch.stack([extreme.min for extreme in extremes])
-        highest = torch.stack([extreme.max for extreme in extremes])
-        return torch.maximum(highest, -lowest).to(wide).unbind()
-    return torch._foreach_norm(grads, torch.inf, dtype=wide)
-
-
 class Report:
-    """The sum over ranks that says whether any gradient is bad, and which parameters were used.
+    """What ranks tell each other of a step: where a gradient is not finite, and which parameters were
+    used.
 
     It is one small collective after those of the buckets, and the host reads it only if it may say
-    something new. float32 [2 + parameters]: how many ranks have a bad gradient; the sum of the
-    numbers of these ranks in the group (with one such rank, its number); how many ranks used each
-    parameter.
+    something new. int64 [1 + parameters], the smallest of all ranks: the bucket and rank of a bad
+    gradient, as bucket * ranks + rank; 1 for each parameter that no rank used.
     """
 
     def __init__(
         self,
-        slots: Sequence[GradSlot],
-        checks: GradientChecks | None,
+        buckets: Sequence[GradBucket],
         group: ProcessGroup | None,
-        device: torch.device,
+        parts_group: ProcessGroup | None,
     ) -> None:
-        self._slots = slots
-        self._checks = checks
-        used = [slot.is_used for slot in slots]
-        self._must_read = checks is not None or not all(used)
-        if all(used):  # without a copy to the device
-            self._sums = torch.ones(2 + len(slots), device=device)
-        else:
+        """group: of the ranks that have the buckets. parts_group: of those among which a copy of the
+        model is divided, which learn of each other's bad gradients.
+        """
+        self._buckets = buckets
+        self._parts_group = parts_group
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        device = buckets[0].grads.device
+        self._rank, self._world_size = 0, 1
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._ranks = [self._rank] if group is None else dist.get_process_group_ranks(group)
+        unused = [not slot.is_used for slot in self._slots]
+        if any(unused):
             # from memory that is not pinned, the copy would wait for all work of the device
-            sums = torch.tensor([0.0, 0.0, *used], pin_memory=device.type == "cuda")
-            self._sums = sums.to(device, non_blocking=True)
-        bad = checks.count_bad() if checks is not None else 0.0
-        self._sums[0] = bad
-        self._sums[1] = bad * (group.rank() if group is not None else 0)
-        self._ranks = [_this_rank()]
+            values = torch.tensor([ALL_FINITE, *map(int, unused)], pin_memory=device.type == "cuda")
+            self._values = values.to(device, non_blocking=True)
+        else:  # without a copy to the device
+            self._values = torch.zeros(1 + len(unused), dtype=torch.int64, device=device)
+            self._values[0] = ALL_FINITE
+        are_finite = [bucket.is_finite for bucket in buckets if bucket.is_finite is not None]
+        self._is_checked = bool(are_finite)
+        self._must_read = self._is_checked or any(unused)
+        if are_finite:
+            places = torch.arange(len(buckets), device=device) * self._world_size + self._rank
+            self._values[0] = torch.where(torch.stack(are_finite), ALL_FINITE, places).min()
         self._work: dist.Work | None = None
         if group is not None:
-            self._ranks = dist.get_process_group_ranks(group)
-            self._work = dist.all_reduce(self._sums, group=group, async_op=True)
+            self._work = dist.all_reduce(
+                self._values, op=dist.ReduceOp.MIN, group=group, async_op=True
+            )
 
     def read(self) -> str:
         """What is wrong on any rank, or an empty text. Notes which parameters no rank has used."""
@@ -126,26 +80,20 @@ class Report:
             slot.is_unused = False
         if not self._must_read:
             return ""
-        bad_ranks, sum_of_places, *ranks_that_used = self._sums.tolist()
-        for slot, ranks in zip(self._slots, ranks_that_used, strict=True):
-            slot.is_unused = ranks == 0
-        if self._checks is not None:
-            fault = self._checks.collect(some_bad=bad_ranks > 0)
-            if fault:
-                return f"rank {_this_rank()}: {fault}"
-        if not bad_ranks:
+        if self._is_checked and self._parts_group is not None:
+            dist.all_reduce(self._values[:1], op=dist.ReduceOp.MIN, group=self._parts_group)
+        place, *are_unused = self._values.tolist()
+        for slot, is_unused in zip(self._slots, are_unused, strict=True):
+            slot.is_unused = bool(is_unused)
+        if place == ALL_FINITE:
             return ""
-        where = f"{round(bad_ranks)} ranks"
-        if bad_ranks == 1:
-            where = f"rank {self._ranks[round(sum_of_places)]}"
-        return (
-            f"{where} got a bad gradient, so no rank may step; the error of that rank names the "
-            f"parameter and says what to do"
-        )
-
-
-def _this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+        number, rank = divmod(place, self._world_size)
+        parameters = ""
+        # Other ranks have other parts of the model, and other buckets.
+        if rank in self._ranks:
+            names = [slot.name for slot in self._buckets[number].slots]
+            parameters = f", of {' to '.join(dict.fromkeys([names[0], names[-1]]))},"
+        return f"rank {rank}: a gradient of bucket {number}{parameters} is not finite; {MEND}"
 
 
 class LossScale:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streammega.errors import GradientError
 from streammega.gradients.buffers import GradBucket, GradSlot, local_grad
-from streammega.gradients.grad_checks import GradientChecks, Report
+from streammega.gradients.grad_checks import Report
 
 _reducing: weakref.WeakValueDictionary[ProcessGroup, GradReducer] = weakref.WeakValueDictionary()
 """By process group: the reducer that has begun a reduction there and not finished it."""
@@ -38,7 +38,8 @@ class GradReducer:
         buckets: where gradients are kept.
         group: of the ranks over which they are summed, for buckets alone; None: this rank alone.
         tied_group: the ranks that add to tied buckets first.
-        checks: of gradients before they are summed; None: they are not checked.
+        parts_group: the ranks among which a copy of the model is divided, for one check of all.
+        checks: whether gradients are checked before they are summed.
         scale: a factor of this rank's gradients before they are summed.
         overlap, main_grad: as of BucketedDataParallel.
     """
@@ -49,14 +50,14 @@ class GradReducer:
         *,
         group: ProcessGroup | None,
         tied_group: ProcessGroup | None,
-        checks: GradientChecks | None,
+        parts_group: ProcessGroup | None,
+        checks: bool,
         scale: float,
         overlap: bool,
         main_grad: bool,
     ) -> None:
         self.buckets = buckets
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
-        self.checks = checks
         self.device = buckets[0].grads.device
         self.is_last = True
         """Whether a backward is the last of its step."""
@@ -64,6 +65,8 @@ class GradReducer:
         """If not zero, the number of the backward that is the last of its step, instead of `is_last`."""
         self._group = group
         self._tied_group = tied_group
+        self._parts_group = parts_group
+        self._checks = checks
         self._scale = scale
         self._averages = group is None or scale * group.size() == 1.0
         self._overlap = overlap
@@ -210,7 +213,7 @@ class GradReducer:
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
         # After the buckets: ranks may have started different numbers of them in backward.
-        self._report = Report(self.slots, self.checks, self._group, self.device)
+        self._report = Report(self.buckets, self._group, self._parts_group)
 
     def _complete(self, slot: GradSlot) -> None:
         """Complete a gradient that backward has not completed: there was none, one of only some
@@ -238,28 +241,26 @@ class GradReducer:
 
     def _reduce_tied(self, bucket: GradBucket) -> None:
         """Add the gradients of the other stage to those of tied parameters."""
-        # also before, so that the rank of a bad gradient names it
-        self._inspect(bucket)
+        self._check(bucket)
         dist.all_reduce(bucket.grads, group=self._tied_group)
-        self._inspect(bucket, ", with what another stage added,")
 
     def _launch(self, bucket: GradBucket) -> None:
         # parts of a model, and so their hooks, may run on other streams
         bucket.wait_for_streams()
         if not bucket.is_tied:
-            # before the sum, after which a bad gradient would be that of every rank
-            self._inspect(bucket)
+            self._check(bucket)
         if self._group is not None:
             bucket.work = dist.all_reduce(bucket.grads, group=self._group, async_op=True)
         self._next += 1
 
-    def _inspect(self, bucket: GradBucket, note: str = "") -> None:
-        if self.checks is not None:
-            self.checks.inspect(bucket.slots, note)
+    def _check(self, bucket: GradBucket) -> None:
+        """Before the sum, after which a bad gradient would be that of every rank."""
+        if self._checks:
+            bucket.check()
 
     def wait(self) -> str:
         """Wait for the collectives, and prepare the next step. Returns what is wrong with a gradient of
-        any rank, or an empty text.
+        any rank of the layout, or an empty text.
         """
         for bucket in self.buckets:
             if bucket.work is not None:
@@ -286,7 +287,7 @@ class GradReducer:
         if self._group is not None and _reducing.setdefault(self._group, self) is not self:
             raise GradientError(
                 "another BucketedDataParallel has begun to reduce gradients in this process group: "
-                "wrap the modules of one backward together, BucketedDataParallel([first, second]), "
+                "wrap the modules of one backward together, as an nn.ModuleList, "
                 "finish the other first, or give each a process group of its own"
             )
 

@@ -55,15 +55,15 @@ class ParallelModel:
         )
         self.data_parallel: BucketedDataParallel | None = None
         if not self.is_sharded:
-            modules = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+            module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
             tied: list[str] = []
             if self.num_stages > 1:
                 # The first stage has the embedding, and the last a copy of it as the head. Their gradients
                 # are summed. In a list of modules each name begins with the number of the module.
-                names = [name for name, _ in modules.named_parameters()]
+                names = [name for name, _ in module.named_parameters()]
                 tied = [name for name in names if name.endswith(("embedding.weight", TIED))]
             self.data_parallel = BucketedDataParallel(
-                modules,
+                module,
                 ranks=ranks,
                 bucket_size=parallel.bucket_size,
                 average=False,  # losses are sums: `finish_gradients` divides by all tokens
@@ -178,7 +178,7 @@ class ParallelModel:
             groups.append(self.ranks.group("dp-cp"))
         norm = total_norm(counted, groups, self.device)
         if self.is_sharded:
-            check_gradients(grads, norm)
+            check_gradients(grads, norm, list(self.parameter_shapes))
         clip(list(grads.values()), norm, max_norm)
         return norm
 

@@ -8,7 +8,7 @@ ranks in fp32.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,30 +81,23 @@ def reshard(chunk: nn.Module) -> None:
             module.reshard()
 
 
-def check_gradients(grads: Mapping[str, Tensor], norm: Tensor) -> None:
+def check_gradients(grads: Mapping[str, Tensor], norm: Tensor, names: Sequence[str]) -> None:
     """Raise GradientError on every rank if a gradient is not finite. Call it on all ranks together.
 
     grads: this rank's parts, by the names of their parameters. norm: of all gradients of all ranks,
-    and equal on all: it decides who takes part in the search for a name.
+    and equal on all: it decides who takes part in the search. names: of the whole model's parameters.
     """
     if norm.isfinite():
         return
-    bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
-    name = _first_of_all_ranks(bad)
+    bad = [names.index(name) for name, grad in grads.items() if not grad.isfinite().all()]
+    first = torch.tensor(min(bad, default=len(names)), device=norm.device)
+    if dist.is_initialized():
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
     # The norm of finite gradients may overflow: who calls `clip_grad_norm_` raises for that.
-    if name is not None:
-        raise GradientError(f"the gradient of {name} is not finite, summed over the ranks; {MEND}")
-
-
-def _first_of_all_ranks(names: Iterable[str]) -> str | None:
-    """The first of the names of all ranks; None where no rank has any."""
-    local_names = sorted(names)
-    if not dist.is_initialized():
-        return local_names[0] if local_names else None
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, local_names)
-    everyone = sorted(name for names in of_ranks for name in names)
-    return everyone[0] if everyone else None
+    if first < len(names):
+        raise GradientError(
+            f"the gradient of {names[int(first)]} is not finite, summed over the ranks; {MEND}"
+        )
 
 
 def is_split_over_tensor(parameter: nn.Parameter) -> bool:
