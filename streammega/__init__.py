@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streammega.loading import StreamLoader as StreamLoader
     from streammega.loading.simulate import SimulatedReads as SimulatedReads
     from streammega.loading.simulate import simulate_reads as simulate_reads
-    from streammega.loading.source_losses import SourceLosses as SourceLosses
+    from streammega.loading.source_losses import add_losses_by_source as add_losses_by_source
     from streammega.parallel import RankBatches as RankBatches
     from streammega.parallel import Ranks as Ranks
     from streammega.parallel import device_mesh as device_mesh
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from streammega.samples.fields import loss_mask as loss_mask
     from streammega.samples.fields import position_ids as position_ids
     from streammega.samples.provenance import Provenance as Provenance
+    from streammega.samples.segments import source_names as source_names
     from streammega.samples.usage import sample_usage as sample_usage
 
 __version__ = "0.2.0"
@@ -75,12 +76,13 @@ _HOMES = {
     "Provenance": "streammega.samples.provenance",
     "DocumentName": "streammega.samples.document_names",
     "sample_usage": "streammega.samples.usage",
+    "source_names": "streammega.samples.segments",
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",
     "SimulatedReads": "streammega.loading.simulate",
     "simulate_reads": "streammega.loading.simulate",
-    "SourceLosses": "streammega.loading.source_losses",
+    "add_losses_by_source": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
 }
 

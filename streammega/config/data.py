@@ -214,7 +214,7 @@ class DataConfig(FieldsConfig):
     """
     return_dataset_ids: bool = False
     """Add "dataset_id", int64 [batch]: the dataset of each sample, by its place in the blend; over
-    phases, in the order in which datasets first appear. For losses by source: SourceLosses.
+    phases, in the order in which datasets first appear. For losses by source: add_losses_by_source.
     """
     num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MAX_SAMPLES)] = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included. None:

@@ -16,29 +16,21 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.frameworks import check_phases, class_on_demand, import_framework
 from streammega.loading import StreamLoader
 from streammega.loading.ranks import data_parallel
-from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
-from streammega.samples.segments import source_names, split_blend
-
-log = logging.getLogger(__name__)
+from streammega.samples.segments import split_blend
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that Lightning is published under; their classes know nothing of each other."""
-TOKEN_LOSSES = "token_losses"
-"""What steps return next to "loss": the loss of each token, [micro_batch_size, S], not reduced."""
 
 
 class StreamDataHooks:
@@ -49,10 +41,6 @@ class StreamDataHooks:
     end it. The next epoch goes on after the last batch that was trained on. If the data has ended, it
     begins at the first sample. In the stream order without `num_samples` training has no end: set
     `max_steps` of the Trainer.
-
-    With `return_dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
-    of each token, [micro_batch_size, S]}, "train/loss/NAME" and "val/loss/NAME" are logged of every
-    dataset: exact means over tokens and ranks.
 
     A state is that of the last whole optimizer step, and so are Lightning's own counts in its
     checkpoints: gradients of the batches since are in none. So a checkpoint by time or of an exception
@@ -104,10 +92,6 @@ class StreamDataHooks:
         # the first: those that save checkpoints come last
         if stage == "fit" and not any(isinstance(one, CountsTrained) for one in callbacks):
             callbacks.insert(0, _callback(type(self), CountsTrained))
-        # one of the data module before this has the names of other datasets
-        callbacks[:] = [one for one in callbacks if not isinstance(one, LogsSourceLosses)]
-        if self._config.return_dataset_ids:
-            callbacks.insert(0, _callback(type(self), LogsSourceLosses, self._config))
 
     def train_dataloader(self) -> ConsumedBatches:
         """The batches of this rank, from the cursor on; the same object every time."""
@@ -265,100 +249,6 @@ class CountsTrained:
         self._fit_loop = copy.deepcopy(trainer.fit_loop.state_dict())
 
 
-class LogsSourceLosses:
-    """A callback that logs "train/loss/NAME" with Lightning's own metrics, "val/loss/NAME" after a
-    validation and "test/loss/NAME" after a test, of every dataset that had tokens: exact means over
-    tokens and ranks.
-    """
-
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
-        self._losses: SourceLosses | None = None
-        """Losses of training since the last log."""
-        self._evaluated: SourceLosses | None = None
-        """Losses of the running evaluation."""
-        self._steps_before = 0
-        self._warned = False
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin to count from 0, because checkpoints do not contain the sums."""
-        self._losses = self._make_losses("train", module)
-        self._steps_before = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Add a batch, and log where Lightning does."""
-        self._add(self._losses, outputs, batch)
-        steps = trainer.global_step
-        if self._losses is None or steps == self._steps_before:  # within an accumulation
-            return
-        self._steps_before = steps
-        if steps % trainer.log_every_n_steps == 0 or trainer.should_stop:
-            _log(trainer, self._losses.means(prefix="train/loss/"))
-
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Count from 0, because every validation reads the whole split."""
-        self._evaluated = self._make_losses("valid", module)
-
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Add a batch."""
-        self._add(self._evaluated, outputs, batch)
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Log, unless this was Lightning's sanity check before training."""
-        if not trainer.sanity_checking:
-            self._log_evaluation(trainer, "val/loss/")
-
-    def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Count from 0."""
-        self._evaluated = self._make_losses("test", module)
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Log."""
-        self._log_evaluation(trainer, "test/loss/")
-
-    def _log_evaluation(self, trainer: Any, prefix: str) -> None:
-        if self._evaluated is not None:
-            _log(trainer, self._evaluated.means(prefix=prefix))
-
-    def _make_losses(self, split: str, module: Any) -> SourceLosses | None:
-        """Empty sums for the datasets of a split, the same on every rank; None: it has no datasets."""
-        if not source_names(self._config, split):
-            return None
-        return SourceLosses.of(self._config, split=split, device=module.device)
-
-    def _add(self, losses: SourceLosses | None, outputs: Any, batch: Any) -> None:
-        if losses is None or not isinstance(batch, Mapping) or "dataset_id" not in batch:
-            return  # the batch comes from another loader
-        each = outputs.get(TOKEN_LOSSES) if isinstance(outputs, Mapping) else None
-        if each is not None:
-            losses.add(batch["dataset_id"], each, batch.get("loss_mask"))
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                'return_dataset_ids is set, and steps return no "%s": no loss is logged by source; return '
-                '{"loss": loss, "%s": each.detach()}, each being the loss of each token, '
-                "[micro_batch_size, S]",
-                TOKEN_LOSSES,
-                TOKEN_LOSSES,
-            )
-
-
-def _log(trainer: Any, metrics: dict[str, float]) -> None:
-    """To the loggers, at the step of Lightning's own metrics, and for callbacks that monitor."""
-    step = max(0, trainer.global_step - 1)  # Lightning numbers the first step 0 in its logs
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=step)
-    trainer.callback_metrics.update(
-        {name: torch.tensor(loss, dtype=torch.float64) for name, loss in metrics.items()}
-    )
-
-
 class ConsumedBatches:
     """What Lightning iterates: batches of a loader, and which of them were trained on.
 
@@ -454,11 +344,11 @@ class ConsumedIteration(Iterator[Batch]):
         return self._batches.next()
 
 
-def _callback(module: type, kind: type, *arguments: Any) -> Any:
+def _callback(module: type, kind: type) -> Any:
     """One of a kind that is a Callback of the package whose data module `module` is."""
     (base,) = [item for item in module.__mro__ if item.__name__ == "LightningDataModule"]
     package = sys.modules[base.__module__.removesuffix(".core.datamodule")]
-    return type(kind.__name__, (kind, package.Callback), {})(*arguments)
+    return type(kind.__name__, (kind, package.Callback), {})()
 
 
 def _lightning() -> Any:

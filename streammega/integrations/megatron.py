@@ -30,7 +30,7 @@ from streammega.order.split import SPLITS
 from streammega.order.stream_order import default_lanes
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
-from streammega.samples.segments import source_names, split_blend
+from streammega.samples.segments import split_blend
 from streammega.samples.source import SampleSource
 
 BATCH_FIELDS = (
@@ -119,11 +119,6 @@ class MegatronBatches(Iterator[Batch]):
             # Ours goes by eod_id; Megatron takes a field of this name for its own form.
             batch.pop("cu_seqlens", None)
         return batch
-
-    @cached_property
-    def source_names(self) -> list[str]:
-        """The names of its datasets, for losses by source."""
-        return source_names(self._config, self.split)
 
     @property
     def consumed_samples(self) -> int:

@@ -25,7 +25,6 @@ from streammega.integrations.frameworks import (
     import_framework,
     with_used_fields,
 )
-from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
 from streammega.samples.segments import split_blend
 
@@ -46,8 +45,7 @@ def causal_lm_batch(batch: Batch) -> Batch:
     They shift "labels" themselves, and lose the last one; "shift_labels" are taken as they are, and
     are what the loss is of. "labels" are the same ones not shifted, for metrics that shift them.
     Documents are kept apart by their positions only where a model makes no cache: call it with
-    use_cache=False, as Trainers do. A "dataset_id" stays, which no model takes: StreamTrainer takes
-    it out.
+    use_cache=False, as Trainers do. A "dataset_id" stays, which no model takes.
     """
     shift_labels = batch["labels"]
     if "loss_mask" in batch:
@@ -59,40 +57,6 @@ def causal_lm_batch(batch: Batch) -> Batch:
         if name in batch:
             fields[name] = batch[name]
     return fields
-
-
-def add_losses(
-    losses: SourceLosses, dataset_id: torch.Tensor, outputs: Any, labels: torch.Tensor
-) -> None:
-    """Add the cross entropy of each token, of a model's outputs and labels [batch, S].
-
-    Outputs have the logits, [batch, S, vocabulary], or, of TRL's, the logarithms of the
-    probabilities of labels, [batch, S]. Raises ConfigError for others.
-    """
-    log_probs = getattr(outputs, "log_probs", None)
-    logits = getattr(outputs, "logits", None)
-    if log_probs is not None and log_probs.shape == labels.shape:
-        losses.add(dataset_id, -log_probs.detach(), labels != NO_LOSS)
-    elif logits is not None:
-        _add_losses_of_logits(losses, dataset_id, logits, labels)
-    else:
-        raise ConfigError(
-            "losses by source are made of logits, and this model's outputs have none (a fused "
-            "loss): leave return_dataset_ids out"
-        )
-
-
-def _add_losses_of_logits(
-    losses: SourceLosses, dataset_id: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
-) -> None:
-    """Sample by sample: in float32 the logits of one are as much memory as a model's loss takes."""
-    with torch.no_grad():
-        for row in range(len(labels)):
-            of_token = torch.nn.functional.cross_entropy(
-                logits[row].float(), labels[row], ignore_index=NO_LOSS, reduction="none"
-            )
-            learned = labels[row] != NO_LOSS
-            losses.add(dataset_id[row : row + 1], of_token[None], learned[None])
 
 
 class TrainerDataLoader(StreamDataLoader):
@@ -110,10 +74,8 @@ class StreamTrainerMixin:
     epoch ends at the end of the data; a stream without an end needs `max_steps`. Evaluation reads the
     valid split of the stream, unless the Trainer has an `eval_dataset`.
 
-    With `return_dataset_ids` in the stream's config, each log of the loss also has "loss/NAME" of every
-    dataset that was trained on since the last one, and each evaluation of the stream "eval_loss/NAME"
-    of those of its valid split: exact means over tokens and processes. What is logged that way is
-    "train/loss/NAME" and "eval/loss/NAME" to TensorBoard and Weights & Biases.
+    With `return_dataset_ids` in the stream's config, inputs have a "dataset_id", which no model takes:
+    take it out in a `compute_loss` of your own.
 
     Args:
         stream: what is read.
@@ -143,15 +105,11 @@ class StreamTrainerMixin:
         self._stream = with_used_fields(stream, used)
         self._stream_options = dict(stream_options or {})
         self._stream_valid: StreamDataLoader | None = None
-        self._source_losses: SourceLosses | None = None
-        self._valid_losses: SourceLosses | None = None
         if _evaluates_stream(stream, arguments, keywords):
             # Trainers that are to evaluate ask for a dataset before they ask for its batches
             keywords["eval_dataset"] = PlaceholderDataset(None)
         super().__init__(*arguments, **keywords)
         _check_cache(stream, getattr(self, "model", None))
-        if stream.return_dataset_ids:
-            self._source_losses = SourceLosses.of(stream, device=self.accelerator.device)
         # otherwise a resume would read and drop everything before its position
         self.args.ignore_data_skip = True
         self.add_callback(_position_callback())  # type: ignore[attr-defined]
@@ -171,41 +129,6 @@ class StreamTrainerMixin:
             **self._stream_options,
         )
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **keywords: Any
-    ) -> Any:
-        """As of the Trainer; it also counts the loss of each dataset, where batches tell that.
-
-        Raises ConfigError for models whose outputs have neither logits nor the probabilities of
-        labels.
-        """
-        compute: Any = super().compute_loss  # type: ignore[misc]
-        dataset_id = inputs.pop(DATASET_ID, None)
-        losses = self._source_losses if model.training else self._valid_losses
-        if dataset_id is None or losses is None:
-            return compute(model, inputs, return_outputs=return_outputs, **keywords)
-        labels = inputs["shift_labels"]
-        loss, outputs = compute(model, inputs, return_outputs=True, **keywords)
-        add_losses(losses, dataset_id, outputs, labels)
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """As of the Trainer, on all processes; with losses by source next to the loss of training."""
-        if self._source_losses is not None and "loss" in logs:
-            logs.update(self._source_losses.means(prefix="loss/"))
-        super().log(logs, *arguments, **keywords)  # type: ignore[misc]
-
-    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """As of the Trainer; what evaluates the stream has losses by source among its metrics."""
-        losses = self._valid_losses
-        if losses is not None:
-            losses.clear()  # of an evaluation that was broken off
-        output = super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
-        if self._valid_losses is not None and output.metrics is not None:
-            prefix = f"{keywords.get('metric_key_prefix', 'eval')}_loss/"
-            output.metrics.update(self._valid_losses.means(prefix=prefix))
-        return output
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The valid split of the stream, whole global batches from its first sample every time; or
         the batches of a dataset that was given. Raises ConfigError where there is neither.
@@ -224,7 +147,7 @@ class StreamTrainerMixin:
                 "blend_per_split, or the Trainer an eval_dataset"
             )
         micro_batch_size = self.args.eval_batch_size
-        loader = StreamDataLoader(
+        return StreamDataLoader(
             self.accelerator,
             self._stream,
             split="valid",
@@ -232,10 +155,6 @@ class StreamTrainerMixin:
             global_batch_size=micro_batch_size * self.accelerator.num_processes,
             prepare_batch=causal_lm_batch,
         )
-        if self._stream.return_dataset_ids:
-            device = self.accelerator.device
-            self._valid_losses = SourceLosses.of(self._stream, split="valid", device=device)
-        return loader
 
 
 class CountsSteps:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streammega.loading.source_losses import add_losses_by_source
 from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
 
@@ -111,8 +112,8 @@ def add_over_ranks(
     """
     num_sources = len(sources)
     sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
-    sizes = [3, 2, num_sources, num_sources]
-    flags, loss_and_tokens, loss_by_source, tokens_by_source = torch.split(sums, sizes)
+    sizes = [3, 2, 2 * num_sources]
+    flags, loss_and_tokens, by_source = torch.split(sums, sizes)
     flags[0] = stop_signal is not None
     flags[1] = stop_signal == signal.SIGINT
     flags[2] = failed_save
@@ -122,12 +123,16 @@ def add_over_ranks(
         loss_and_tokens[0] = loss.sum()
         loss_and_tokens[1] = tokens.sum()
         if source_of_sample is not None:
-            source = torch.from_numpy(source_of_sample)
-            loss_by_source.index_add_(0, source, loss)
-            tokens_by_source.index_add_(0, source, tokens)
+            # The mean of each sample, which weighs as much as it has tokens.
+            add_losses_by_source(
+                by_source.view(num_sources, 2),
+                torch.from_numpy(source_of_sample),
+                (loss / tokens)[:, None],
+                tokens[:, None],
+            )
     sums = sums.to(device)
     ranks.all_reduce(sums, WORLD)
-    flags, loss_and_tokens, loss_by_source, tokens_by_source = torch.split(sums.cpu(), sizes)
+    flags, loss_and_tokens, by_source = torch.split(sums.cpu(), sizes)
     num_stops, num_interrupts, num_failed_saves = flags.tolist()
     stop_signal = None
     if num_stops:
@@ -135,8 +140,8 @@ def add_over_ranks(
     loss_sum, token_sum = loss_and_tokens.tolist()
     means = {
         name: source_loss / source_tokens
-        for name, source_loss, source_tokens in zip(
-            sources, loss_by_source.tolist(), tokens_by_source.tolist(), strict=True
+        for name, (source_loss, source_tokens) in zip(
+            sources, by_source.view(num_sources, 2).tolist(), strict=True
         )
         if source_tokens
     }

@@ -25,7 +25,7 @@ pytestmark = [
 
 Open = Callable[..., Adapter]
 WITHOUT_STATES = {
-    *("__init__", "frameworks", "megatron_arguments", "megatron_losses", "text_samples"),
+    *("__init__", "frameworks", "megatron_arguments", "text_samples"),
     *("megatron_bridge", "megatron_dataset"),  # Megatron counts samples, and seeks
 }
 """Files of integrations/ that keep no position."""

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, PhaseConfig, SourceLosses, StreamingDataset, StreamLoader
+from streammega import (
+    DataConfig,
+    PhaseConfig,
+    StreamingDataset,
+    StreamLoader,
+    add_losses_by_source,
+    source_names,
+)
 from streammega.errors import ConfigError
 from tests.support.builders import write_dataset
-from tests.support.gang import Gang
+from tests.support.gang import on_ranks
 
 BATCH = 12
 SIZES: dict[str, Any] = {"micro_batch_size": 4, "global_batch_size": BATCH}
@@ -50,7 +58,7 @@ def told_by_ids(batch: Any) -> torch.Tensor:
 
 def test_no_two_datasets_have_one_name() -> None:
     config = DataConfig(blend=["a/web", "b/web", "c/web-1"], sequence_length=16, order="stream")
-    names = SourceLosses.of(config).names
+    names = source_names(config)
     assert len(set(names)) == 3, names
 
 
@@ -106,8 +114,6 @@ def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
 def test_batches_of_ids_alone_are_refused(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.dataset_ids"):
         StreamLoader(config, ids_only=True, **SIZES)
-    with pytest.raises(ConfigError, match="at least one dataset name"):
-        SourceLosses([])
 
 
 @pytest.mark.guarantee("samples-tell-dataset")
@@ -127,29 +133,24 @@ def test_losses_by_source_do_not_depend_on_how_samples_are_dealt_out(
     for row, column in masked:
         mask[row, column] = 0.0
         losses[row, column] = float("inf")  # what is not counted may be anything
-    sources = SourceLosses(NAMES)
+    sums = torch.zeros(3, 2, dtype=torch.float64)
     bounds = [0, *sorted(cuts), 24]
     for start, stop in zip(bounds, bounds[1:], strict=False):
-        sources.add(dataset_id[start:stop], losses[start:stop], mask[start:stop])
-    expected = {}
-    for number, name in enumerate(NAMES):
+        add_losses_by_source(sums, dataset_id[start:stop], losses[start:stop], mask[start:stop])
+    for number in range(3):
         counted = mask[dataset_id == number] == 1
-        if counted.any():
-            of_source = losses[dataset_id == number][counted].double()
-            expected[name] = float(of_source.sum()) / int(counted.sum())
-    assert sources.means() == expected
-    assert sources.means() == {}, "from here on anew"
-
-
-def means_over_ranks(rank: int) -> list[dict[str, float]]:
-    sources = SourceLosses(NAMES)
-    if rank == 0:
-        sources.add(torch.tensor([0, 1]), torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.ones(2, 2))
-    else:
-        sources.add(torch.tensor([1]), torch.tensor([[3.0, 5.0]]), torch.tensor([[1.0, 0.0]]))
-    return [sources.means(), sources.means()]
+        of_source = losses[dataset_id == number][counted].double()
+        assert sums[number].tolist() == [float(of_source.sum()), int(counted.sum())]
 
 
 @pytest.mark.guarantee("samples-tell-dataset")
-def test_losses_by_source_are_summed_over_ranks(gang: Gang) -> None:
-    assert gang.run(2, means_over_ranks) == [[{"web": 1.5, "code": 5.0}, {}]] * 2
+@on_ranks(2)
+def test_losses_by_source_are_summed_over_ranks(rank: int) -> None:
+    sums = torch.zeros(3, 2, dtype=torch.float64)
+    if rank == 0:
+        add_losses_by_source(sums, torch.tensor([0, 1]), torch.tensor([[1.0, 2.0], [4.0, 8.0]]))
+    else:
+        losses, mask = torch.tensor([[3.0, 5.0]]), torch.tensor([[1.0, 0.0]])
+        add_losses_by_source(sums, torch.tensor([1]), losses, mask)
+    dist.all_reduce(sums)
+    assert sums.tolist() == [[3.0, 2.0], [15.0, 3.0], [0.0, 0.0]]
