@@ -28,7 +28,6 @@ from streammega.cli.datasets import (
     verify,
 )
 from streammega.cli.describe import describe
-from streammega.cli.diff_orders import diff_orders
 from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
 from streammega.cli.runs import prepare, train, warmup
@@ -48,7 +47,7 @@ EXIT_OF_BROKEN_PIPE = 141
 
 EXIT_CODES = (
     "Exit codes: 0 done, and nothing is wrong; 1 failed, or found what it looks for: a damaged "
-    "dataset, orders that differ, a fault; 2 the command line is wrong; 130 Ctrl-C; 141 the reader of its "
+    "dataset, a fault; 2 the command line is wrong; 130 Ctrl-C; 141 the reader of its "
     "output has gone.\n\n"
     "With --json a command prints one JSON value and nothing else (cat: one a line). Errors, "
     "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
@@ -180,7 +179,6 @@ COMMANDS = {
         UNDERSTAND,
         ("streammega view run.toml", "streammega view s3://bucket/web --port 8000"),
     ),
-    "diff-orders": Command(diff_orders, UNDERSTAND, ("streammega diff-orders old.toml new.toml",)),
     "top": Command(
         top,
         UNDERSTAND,

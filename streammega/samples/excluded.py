@@ -42,17 +42,6 @@ class ExclusionMask:
     def __init__(self, ranges: Integers) -> None:
         self.ranges = ranges
 
-    def merged(self) -> Integers:
-        """The same with ranges that touch as one: from which sample on each holds no longer
-        matters.
-        """
-        row, low, high = self.ranges
-        touches = np.zeros(len(row) + 1, np.bool_)
-        touches[1:-1] = (row[1:] == row[:-1]) & (low[1:] == high[:-1])
-        first = np.flatnonzero(~touches[:-1])
-        last = np.flatnonzero(~touches[1:])
-        return np.stack([row[first], low[first], high[last]])
-
     def overwrite(self, ids: NDArray[Any], eod_id: int) -> None:
         """Write eod_id for those tokens of ids [rows, width]."""
         fill_columns(self.ranges, 0, 0, eod_id, ids)

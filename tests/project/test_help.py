@@ -110,7 +110,6 @@ def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench long --seconds 1 --sequence-length 8", "full_speed"),
         ("prepare run.toml", "datasets"),
         ("trace run.toml --step 1", "samples"),
-        ("diff-orders run.toml run.toml", "first_sample"),
         ("order-report run.toml", "phases"),
         ("plot metrics.jsonl --out run.png", "steps"),
     ],

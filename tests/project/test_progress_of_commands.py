@@ -135,7 +135,6 @@ CASES = {
     "trace run.toml --excluded": [f"tracing: +{METER} samples"],
     "order-report run.toml": [f"measuring: +{METER} steps"],
     "order-report web --sequence-length 8 --steps 1": [f"measuring: +{METER} steps"],
-    "diff-orders run.toml other.toml": [f"comparing: +{METER} samples"],
     "simulate web=2m --ranks-per-node 2 --sequence-length 64": [
         f"simulating: +{METER} micro-batches"
     ],

@@ -22,7 +22,7 @@ from streammega import (
 from streammega.dataset.headers import content_of, read_datasets
 from streammega.dataset.names import SUFFIXES
 from streammega.errors import StateError
-from streammega.samples.order_differences import compare_orders
+from streammega.order.state import differing_values
 from streammega.samples.provenance import Provenance
 from tests.support.builders import KINDS, write_dataset, write_manifest
 from tools.bench.object_server import running
@@ -145,7 +145,7 @@ def test_splits_of_other_shards_of_one_size_are_other_orders(tmp_path: Path) -> 
         for split in ("25,25,50", "50,25,25")
     )
     assert one.source.identity() != other.source.identity()
-    assert compare_orders(one, other, 200).first == 0
+    assert one.trace([0]) != other.trace([0])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -192,12 +192,18 @@ def test_orders_of_a_dataset_before_and_after_it_was_replaced_differ_from_its_fi
         return Provenance(config, global_batch_size=4)
 
     before = provenance()
-    assert compare_orders(before, provenance(), 200).same
+    same = provenance()
+    assert same.source.identity() == before.source.identity()
+    ids = np.arange(200)
+    tokens, _ = same.tokens(ids)
     put(code, tokens_of(7))
-    found = compare_orders(before, provenance(), 200)
-    assert list(found.settings) == ["datasets[1]"]
-    assert not found.same
-    assert 0 < found.shared < found.looked_at, "samples of the other dataset are the same ones"
+    after = provenance()
+    differences = differing_values(before.source.identity(), after.source.identity())
+    assert list(differences) == ["datasets[1]"]
+    traced = after.trace(ids)
+    of_code = [sample.runs[0].name.dataset == 1 for sample in traced]
+    assert 0 < sum(of_code) < len(ids)
+    assert ((tokens != after.tokens(ids)[0]).any(axis=1) == of_code).all()
 
 
 @pytest.mark.guarantee("state-belongs-datasets")

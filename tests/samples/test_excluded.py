@@ -35,6 +35,7 @@ from streammega.dataset.provenance import (
 )
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.fields import FILE_STRIDE
+from streammega.order.state import differing_values
 from streammega.parallel.fields import rank_fields
 from streammega.samples import excluded
 from streammega.samples.excluded import (
@@ -43,7 +44,6 @@ from streammega.samples.excluded import (
     ExcludedTokens,
     check_limits,
 )
-from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
 from streammega.samples.source import SampleSource
 from streammega.samples.token_file import Runs, TokenFile
@@ -902,20 +902,21 @@ def test_two_runs_differ_from_the_first_sample_that_does_not_see_the_same(
     # the same documents, each from another sample on
     others = [(number, [name]) for number, name in enumerate(named(root), 48)]
     other_config = replace(config, exclude_documents=others)
-    found = compare_orders(
-        Provenance(replace(config, exclude_documents=()), global_batch_size=GLOBAL),
-        Provenance(config, global_batch_size=GLOBAL),
-        200,
+    everything, some, other = (
+        Provenance(each, global_batch_size=GLOBAL)
+        for each in (replace(config, exclude_documents=()), config, other_config)
     )
+    ids = np.arange(200)
+
+    def differing(two: Provenance) -> list[int]:
+        settings = differing_values(some.source.identity(), two.source.identity())
+        assert list(settings) == ["exclude_documents"]
+        pairs = zip(some.trace(ids), two.trace(ids), strict=True)
+        return [sample.sample for sample, same in pairs if sample.runs != same.runs]
+
     first = next(s for s in range(200) if not one.sample(s)["loss_mask"].all())
-    assert (found.first, list(found.settings)) == (first, ["exclude_documents"])
-    found = compare_orders(
-        Provenance(config, global_batch_size=GLOBAL),
-        Provenance(other_config, global_batch_size=GLOBAL),
-        200,
-    )
-    assert found.first is None or found.first < 48 + len(others)
-    assert list(found.settings) == ["exclude_documents"]
+    assert differing(everything)[0] == first
+    assert all(sample < 48 + len(others) for sample in differing(other))
 
 
 # --- states ---------------------------------------------------------------------------------------

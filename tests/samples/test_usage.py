@@ -225,32 +225,3 @@ def test_a_trace_tells_the_phase_of_a_sample_and_all_of_its_runs(
     assert listed["phase"] == 2
     assert main(command) == 0
     assert ", phase 2\n" in capsys.readouterr().out
-
-
-@pytest.mark.guarantee("diff-orders-names-differs")
-def test_two_runs_are_compared_phase_by_phase(
-    run_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed = RUN.replace("sequence_length = 20", "sequence_length = 30").replace("0.4", "0.3")
-    Path("other.toml").write_text(changed)
-    first, _, last = RUN.rpartition("[[data.phases]]")
-    Path("shorter.toml").write_text(first + "[model]" + last.partition("[model]")[2])
-    assert main(["diff-orders", run_file, "other.toml"]) == 1
-    words = capsys.readouterr().out
-    assert "they differ from sample 4" in words
-    assert re.search(r" phases\.3\.sequence_length +20 +30\n", words)
-    assert " phases.2.datasets[0] " in words
-    assert main(["diff-orders", run_file, "shorter.toml", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["first_sample"] == 640
-    (setting,) = report["settings"]
-    assert setting == "phases.3"
-    assert json.loads(report["settings"][setting]["first"])["first_sample"] == 640
-    assert report["settings"][setting]["second"] is None
-    described = printed(capsys, "describe", run_file, "--json")
-    tokens: dict[str, int] = {}
-    for phase in described["phases"]:
-        for entry in phase["datasets"]:
-            tokens[entry["dataset"]] = tokens.get(entry["dataset"], 0) + entry["tokens"]
-    assert {name: both["first"] for name, both in report["tokens"].items()} == tokens
-    assert report["tokens"][WEB]["first"] != report["tokens"][WEB]["second"]

@@ -313,7 +313,6 @@ def commands(
         ["train", run],
         ["plot", f"{root}/run", "--out", f"{folder}/plot.png", *storage],
         ["trace", run, "--step", "1", "--html", f"{folder}/trace.html"],
-        ["diff-orders", run, run, "--html", f"{folder}/diff.html"],
         ["cache", "ls", f"{folder}/pages"],
         ["describe", f"{root}/wbe", *storage],
         ["view", f"{root}/wbe", *storage],

@@ -162,7 +162,6 @@ def test_commands_of_a_run_file_read_both_endpoints(
         ["describe", "run.toml"],
         ["order-report", "run.toml"],
         ["trace", "run.toml", "--step", "1"],
-        ["diff-orders", "run.toml", "run.toml"],
     ):
         assert main(command) == 0, capsys.readouterr().err
         shown = capsys.readouterr()
