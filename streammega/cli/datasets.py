@@ -49,17 +49,6 @@ def verify(
             help="The number that all ids must be below; by default the manifest's.", min=0
         ),
     ] = None,
-    repair: Annotated[
-        bool,
-        typer.Option(help="First rebuild each lost or broken .idx from the ends of documents."),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option(help="Repair even if sequences and modes are lost.")
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="The dtype of the tokens, for --repair where nothing else says it."),
-    ] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
@@ -68,31 +57,18 @@ def verify(
 
     Exit status 1 if something is wrong.
     """
-    from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import VerifyReport, shards_of
     from streammega.dataset.verify import verify as run
 
-    if (force or dtype is not None) and not repair:
-        raise ConfigError("--force and --dtype are for --repair; give that too")
     settings = storage_config(storage, storage_file)
-    repaired: list[str] = []
-    if not repair:  # find the dataset at once, or say so: the check itself waits for minutes
-        quick_look = storage_config(storage, storage_file, looks_only=True)
-        with show_progress("looking for shards"):
-            shards_of(name, quick_look, VerifyReport(name=name))
-    else:
-        with show_progress("repairing") as progress:
-            repaired = repair_index(
-                name, settings, eod_id=eod_id, dtype=dtype, force=force, progress=progress
-            )
-        if not as_json:  # at once: the check may fail, or be stopped
-            for shard in repaired:
-                typer.echo(f"repaired: {shard}")
+    # find the dataset at once, or say so: the check itself waits for minutes
+    quick_look = storage_config(storage, storage_file, looks_only=True)
+    with show_progress("looking for shards"):
+        shards_of(name, quick_look, VerifyReport(name=name))
     with show_progress("looking for shards") as progress:
         checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
     state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
-    report = {"repaired": repaired, **asdict(checked)} if as_json else asdict(checked)
-    show_report(report, summary=f"{checked.name}: {state}", as_json=as_json)
+    show_report(asdict(checked), summary=f"{checked.name}: {state}", as_json=as_json)
     if checked.problems:
         raise typer.Exit(1)
 

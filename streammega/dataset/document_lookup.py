@@ -139,7 +139,9 @@ class ShardDocuments:
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
-            raise FormatError(f"{self.shard.index_url}: its documents overlap; rebuild the .idx")
+            raise FormatError(
+                f"{self.shard.index_url}: its documents overlap; copy it again, or convert again"
+            )
         before = np.cumsum(count) - count
         # the sequences of all documents, one after the other
         sequences = np.repeat(first - before, count) + np.arange(count.sum())
@@ -157,7 +159,7 @@ class ShardDocuments:
         if not 0 <= first <= last <= self._arrays.num_sequences:
             raise FormatError(
                 f"{self.shard.index_url}: document {document} has the sequences [{first}, {last}) "
-                f"of {self._arrays.num_sequences}; rebuild the .idx"
+                f"of {self._arrays.num_sequences}; copy it again, or convert again"
             )
         return range(first, last)
 
@@ -169,8 +171,7 @@ class ShardDocuments:
         is_one = 0 <= document < self.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
-                f"{self.shard.index_url}: sequence {sequence} belongs to no document; rebuild the "
-                ".idx"
+                f"{self.shard.index_url}: sequence {sequence} belongs to no document; copy it again, or convert again"
             )
         return document
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -21,8 +21,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 HEADER_BYTES = HEADER.size
-DTYPE_CODE_PLACE = struct.calcsize("<9sQ")
-"""The byte of the header that holds the dtype code: behind the magic and the version."""
 LENGTH = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
 DOCUMENT_BOUND = np.dtype("<i8")
@@ -73,16 +71,6 @@ class IndexHeader:
     def modes_at(self) -> int:
         """Byte position of the modes, where there are any."""
         return self.documents_at + DOCUMENT_BOUND.itemsize * self.document_count
-
-
-class UncheckedHeader(NamedTuple):
-    """The fields of a header as they are stored. The file may be damaged, or of another format."""
-
-    magic: bytes
-    version: int
-    dtype_code: int
-    sequence_count: int
-    document_count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,49 +161,29 @@ def likely_ends(file_bytes: int) -> list[tuple[int, int]]:
     return spans
 
 
-def unchecked_header(head: bytes | memoryview) -> UncheckedHeader | None:
-    """The fields of a header, unchecked; None where the file is too short to have one."""
-    if len(head) < HEADER_BYTES:
-        return None
-    return UncheckedHeader(*HEADER.unpack(bytes(head[:HEADER_BYTES])))
-
-
-def dtype_of_broken(head: bytes | memoryview) -> np.dtype[Any] | None:
-    """The dtype that the first bytes of a broken `.idx` name, if they reach that far."""
-    if len(head) <= DTYPE_CODE_PLACE:
-        return None
-    return DTYPE_OF_CODE.get(head[DTYPE_CODE_PLACE])
-
-
 def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexHeader:
     """The header of an `.idx` of `file_bytes` bytes whose first bytes are `data`.
 
     Raises FormatError for a wrong magic, version or dtype code, for counts that the size
     contradicts, and for no document bounds.
     """
-    mend = (
-        "is this the .idx of a Megatron dataset, and whole? copy it again, or rebuild it with "
-        "'streammega convert'"
-    )
-    stored = unchecked_header(data)
-    if file_bytes < HEADER_BYTES or stored is None:
+    mend = "is this the .idx of a Megatron dataset, and whole? copy it again, or convert again"
+    if min(file_bytes, len(data)) < HEADER_BYTES:
         raise FormatError(
             f"{path}: {file_bytes} bytes are fewer than the {HEADER_BYTES} of an .idx header; "
             f"{mend}"
         )
-    if stored.magic != MAGIC:
-        raise FormatError(f"{path}: starts with {stored.magic!r}, an .idx with {MAGIC!r}; {mend}")
-    if stored.version != VERSION:
+    fields = HEADER.unpack(bytes(data[:HEADER_BYTES]))
+    magic, version, dtype_code, sequence_count, document_count = fields
+    if magic != MAGIC:
+        raise FormatError(f"{path}: starts with {magic!r}, an .idx with {MAGIC!r}; {mend}")
+    if version != VERSION:
         raise FormatError(
-            f"{path}: .idx version {stored.version}; this reader knows version {VERSION}; {mend}"
+            f"{path}: .idx version {version}; this reader knows version {VERSION}; {mend}"
         )
-    if stored.dtype_code not in DTYPE_OF_CODE:
+    if dtype_code not in DTYPE_OF_CODE:
         known_codes = sorted(DTYPE_OF_CODE)
-        raise FormatError(
-            f"{path}: dtype code {stored.dtype_code} is not one of {known_codes}; {mend}"
-        )
-    sequence_count = stored.sequence_count
-    document_count = stored.document_count
+        raise FormatError(f"{path}: dtype code {dtype_code} is not one of {known_codes}; {mend}")
     # Only the size tells whether there are modes. It is checked before anything is allocated.
     plain = index_bytes(sequence_count, document_count, multimodal=False)
     with_modes = index_bytes(sequence_count, document_count, multimodal=True)
@@ -231,7 +199,7 @@ def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexH
             f"{mend}"
         )
     return IndexHeader(
-        dtype=DTYPE_OF_CODE[stored.dtype_code],
+        dtype=DTYPE_OF_CODE[dtype_code],
         sequence_count=sequence_count,
         document_count=document_count,
         multimodal=file_bytes != plain,
@@ -285,8 +253,7 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
     else:
         cause = (
             "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or "
-            "rebuild the .idx by 'streammega verify --repair'; if it was converted with --pack-length, "
-            "name its manifest"
+            "convert again; if it was converted with --pack-length, name its manifest"
         )
     raise FormatError(
         f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of "
@@ -354,14 +321,14 @@ def _check_sequences(
         bad = int(np.argmax(lengths < 0))
         raise FormatError(
             f"{path}: sequence {first_row + bad} has the negative length {lengths[bad]}; "
-            "rebuild the .idx"
+            "copy it again, or convert again"
         )
     within_token = offsets % itemsize
     if within_token.any():
         bad = int(np.argmax(within_token != 0))
         raise FormatError(
             f"{path}: sequence {first_row + bad} starts at byte {offsets[bad]}, inside a "
-            f"{itemsize}-byte token; rebuild the .idx"
+            f"{itemsize}-byte token; copy it again, or convert again"
         )
     # Sizes are below 2**35 and cannot overflow here; offset + size of a forged offset would.
     sizes = lengths.astype(np.int64) * itemsize
@@ -385,7 +352,7 @@ def _check_documents(arrays: IndexArrays, path: str) -> None:
     if ends != (0, num_sequences):
         raise FormatError(
             f"{path}: document bounds run {ends}, not from 0 to the {num_sequences} sequences; "
-            "rebuild the .idx"
+            "copy it again, or convert again"
         )
     for first_row in range(0, arrays.num_documents, _CHECK_ROWS):
         # One row more: the last bound of these rows is compared with the first of the next ones.
@@ -394,7 +361,7 @@ def _check_documents(arrays: IndexArrays, path: str) -> None:
         if falls.any():
             bad = first_row + int(np.argmax(falls))
             raise FormatError(
-                f"{path}: document bound {bad + 1} is before bound {bad}; rebuild the .idx"
+                f"{path}: document bound {bad + 1} is before bound {bad}; copy it again, or convert again"
             )
 
 

@@ -99,12 +99,6 @@ class Manifest:
         """The dtype of tokens, little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
-    def without_ends(self) -> Manifest:
-        """The same without `ends` of its shards. For a manifest that is written later than its shards
-        were: a shard that was changed meanwhile would seem older than `ends`.
-        """
-        return replace(self, shards=[replace(shard, ends="") for shard in self.shards])
-
     @property
     def bin_tokens(self) -> int | None:
         """Tokens of a bin; None where documents are end to end."""

@@ -233,7 +233,7 @@ class Shard:
             bad = int(np.argmax(lengths < 0))
             raise FormatError(
                 f"{self.index_url}: sequence {bad} has the negative length {lengths[bad]}; "
-                "rebuild the .idx"
+                "copy it again, or convert again"
             )
         itemsize = arrays.dtype.itemsize
         multimodal = arrays.sequence_modes is not None
@@ -295,7 +295,7 @@ class Shard:
         if not 0 <= offset <= info.size or offset % self.dtype.itemsize:
             raise FormatError(
                 f"{self.index_url}: sequence {sequence} starts at byte {offset} of {info.size}; "
-                "rebuild the .idx"
+                "copy it again, or convert again"
             )
         return offset // self.dtype.itemsize
 
@@ -342,18 +342,11 @@ class Shard:
         if length < 0 or offset < 0:
             raise FormatError(
                 f"{self.index_url}: its last sequence is at byte {offset} and has {length} tokens; "
-                "rebuild the .idx"
+                "copy it again, or convert again"
             )
         return offset + length * header.dtype.itemsize
 
     # --- the `.idx`
-
-    def read_head(self) -> Buffer:
-        """The bytes of the header, fewer where the file is shorter; not checked.
-
-        Raises ObjectNotFoundError, FormatError, StorageError.
-        """
-        return self._read_index([(0, min(HEADER_BYTES, self.index_info.size))])[0]
 
     def index_data(self) -> memoryview:
         """All of the `.idx`, mapped and not checked. A remote one is copied to this node first.
@@ -370,7 +363,8 @@ class Shard:
         """The arrays of the `.idx`, as views of `index_data`. Raises as that does."""
         # The header first, so that a large file of another kind is not downloaded. A copy was checked.
         if not (self.store.is_local or self.header is not None or self._has_copy()):
-            self._parse_header(self.read_head())
+            span = (0, min(HEADER_BYTES, self.index_info.size))
+            self._parse_header(self._read_index([span])[0])
         arrays = parse_index(self.index_data(), self.index_url)
         self._check_counts(arrays.dtype, arrays.num_sequences, arrays.num_documents)
         return arrays

@@ -156,7 +156,7 @@ class TokenChecks:
         self._report.problems.append(
             f"{self._url}: document {document} does not end with {eod_id} ({wrong} such in "
             f"{place}); was it cut, or is the .idx another's? copy both again, name another id by "
-            "--eod-id, or let --repair rebuild the .idx"
+            "--eod-id, or convert again"
         )
 
 
@@ -406,7 +406,7 @@ class ShardCheck:
                 f"{shard.url}: has {shard.stored.size:,} bytes, the manifest says "
                 f"{self._expected.bytes:,}; copy it again"
             )
-        index = self.check_index()
+        index = self._check_index()
         tokens = None
         if index is not None:
             tokens = TokenChecks(
@@ -436,7 +436,7 @@ class ShardCheck:
             )
         self._add_counts(index)
 
-    def check_index(self) -> SoundIndex | None:
+    def _check_index(self) -> SoundIndex | None:
         """The `.idx`; None where it is missing or leads outside of the tokens, which is a problem in
         the report. Raises ObjectNotFoundError without tokens.
         """
@@ -450,7 +450,7 @@ class ShardCheck:
                 self._expected.index_checksums
             ):
                 problems.append(
-                    f"{index_url}: has another checksum than the manifest says; --repair rebuilds it"
+                    f"{index_url}: has another checksum than the manifest says; copy it again"
                 )
             arrays = parse_index(data, index_url)
             # Also where the size of the tokens is wrong: the .idx may be wrong too.

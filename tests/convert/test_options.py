@@ -190,8 +190,6 @@ def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:
             "convert in.jsonl out.bin --format zst",
             "'out.bin': its suffix says format bin, and format (--format) is zst; leave out one",
         ),
-        ("verify web --force", "--force and --dtype are for --repair; give that too"),
-        ("verify web --dtype int32", "--force and --dtype are for --repair; give that too"),
         (
             "describe in.jsonl --plot p.png",
             "in.jsonl: is no dataset, and --tokenizer and --plot are for datasets; leave them out",

@@ -36,7 +36,6 @@ from streammega.convert.write import packing, shards
 from streammega.convert.write.copy import LoadedDocuments, load_documents
 from streammega.convert.write.packing import pack
 from streammega.dataset.provenance import open_provenance
-from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.documents import best_fit
@@ -608,32 +607,15 @@ def test_documents_are_traced_to_samples_and_back(
 
 
 @pytest.mark.guarantee("memory-workers-interruptions")
-def test_repair_of_a_shard_looks_for_the_manifest_that_tells_of_bins(tmp_path: Path) -> None:
-    convert_packed(tmp_path, [[7] * 20 + [EOD]] * 40, workers=1, shard_bytes=1000)
-    packed = str(tmp_path / "out")
-    shards_of_it = IndexedDataset(packed).shards
-    assert len(shards_of_it) > 1
-    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    for shard in shards_of_it:
-        with pytest.raises(ConfigError, match="packed into bins, and tokens do not tell"):
-            repair_index(shard, eod_id=EOD)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-
-
-@pytest.mark.guarantee("memory-workers-interruptions")
-def test_repair_leaves_what_is_sound_and_refuses_what_tokens_do_not_tell(
-    packed: str, tmp_path: Path
-) -> None:
+def test_verify_finds_a_broken_index_of_bins(packed: str, tmp_path: Path) -> None:
     for path in Path(packed).parent.glob("out*"):
         shutil.copy(path, tmp_path)
-    assert repair_index(str(tmp_path / "out")) == []
+    assert verify(str(tmp_path / "out")).problems == []
     index = sorted(tmp_path.glob("*.idx"))[0]
     stored_bytes = bytearray(index.read_bytes())
     stored_bytes[40] ^= 1
     index.write_bytes(stored_bytes)
     assert verify(str(tmp_path / "out")).problems
-    with pytest.raises(ConfigError, match="packed into bins"):
-        repair_index(str(tmp_path / "out"))
 
 
 @pytest.mark.guarantee("pack-puts-document")

@@ -213,7 +213,6 @@ def test_a_pipe_that_is_waited_for_is_told_of(
         ("convert IN OUT --tokenizer bytes --task 0/2", "streammega.convert.convert_task"),
         ("convert IN OUT --tokenizer bytes --task merge", "streammega.convert.merge_tasks"),
         ("verify IN", "streammega.dataset.verify.verify"),
-        ("verify IN --repair", "streammega.dataset.repair.repair_index"),
     ],
 )
 def test_commands_tell_that_they_wait(

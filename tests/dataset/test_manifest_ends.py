@@ -5,7 +5,6 @@ believed.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from streammega.cli.main import main
 from streammega.dataset.headers import read_ends
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES
-from streammega.dataset.repair import repair_index
 from streammega.dataset.shard import Shard
 from streammega.dataset.token_ends import ends_of_hex
 from streammega.errors import FormatError
@@ -103,23 +101,6 @@ def test_tokens_that_are_newer_than_their_manifest_are_read(
     os.utime(path, (later, later))
     changed, _ = opened(server, tmp_path / "c3")
     assert changed != identity, "other tokens of the same size were not noticed"
-
-
-@pytest.mark.guarantee("manifest-ends")
-def test_a_manifest_that_is_written_after_tokens_were_changed_does_not_hide_that(
-    served: tuple[Running, Path], tmp_path: Path
-) -> None:
-    server, bucket = served
-    now = time.time()
-    for path in bucket.iterdir():
-        os.utime(path, (now - 200, now - 200))
-    first, *_, last = sorted(bucket.glob("web-*.bin"))
-    first.write_bytes(bytes(first.stat().st_size))
-    os.utime(first, (now - 100, now - 100))
-    last.with_suffix(".idx").unlink()
-    repair_index(str(bucket / "web"), eod_id=0, force=True)
-    identity, _ = opened(server, tmp_path / "cache")
-    assert identity == identity_on_disk(bucket / "web")
 
 
 @pytest.mark.guarantee("manifest-ends")

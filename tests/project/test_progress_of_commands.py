@@ -67,9 +67,7 @@ def show_every_report(patch: pytest.MonkeyPatch) -> list[Stage]:
 def make(folder: Path) -> None:
     """The inputs of all commands below."""
     write_jsonl(folder / "a.jsonl", [{"text": f"a needle {n % 30}"} for n in range(60)])
-    for name in ("web", "broken"):
-        convert_bytes(folder / name, folder / "a.jsonl")
-    (folder / "broken.idx").unlink()
+    convert_bytes(folder / "web", folder / "a.jsonl")
     for number in range(3):
         (folder / f"web-gen0123456789{number:02}.bin").write_bytes(b"left")
     for name, seed in (("other", 2), ("run", 1)):
@@ -109,12 +107,6 @@ CASES = {
         f"noting duplicates: +{METER} documents",
         f"writing shards: +{METER}B/s",
         f"publishing: +{METER} files",
-    ],
-    "verify broken --repair --eod-id 256": [
-        f"looking at indices: .*, tokens read: +{METER}B/s",
-        "looking at indices: +100% 1/1",
-        f"writing indices: +{METER} files",
-        f"verifying: +{METER}B/s",
     ],
     "verify web": [f"verifying: +{METER}B/s"],
     "gc web": ["looking for leftovers: 00:00 so far"],

@@ -23,7 +23,6 @@ import pytest
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader, build_datasets
 from streammega.cli.main import main
 from streammega.convert import convert
-from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact, redact_urls
@@ -167,8 +166,6 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
     "verify what is cut short": lambda site: verify(f"{site.url}/short", FAST),
     "verify a bad index": lambda site: verify(f"{site.url}/bad", FAST),
     "verify a damaged manifest": lambda site: verify(f"{site.url}/damaged.manifest.json", FAST),
-    "repair without the id": lambda site: repair_index(f"{site.url}/one", FAST),
-    "repair": lambda site: repair_index(f"{site.url}/one", FAST, eod_id=0),
     "no such transport": lambda site: open_store(f"oss://user:{site.password}@host/k", StorageConfig(transport="obstore")),
     "no bucket": lambda site: open_store(f"http:///user:{site.password}@host/k?sig={site.password}", FAST),
     "command describe": by_command("describe", "HTTP/set"),

@@ -21,9 +21,9 @@ from streammega.dataset import local_cache, provenance
 from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.headers import rows_of
 from streammega.dataset.idx import (
+    DTYPE_OF_CODE,
     check_end,
     check_index,
-    dtype_of_broken,
     parse_header,
     parse_index,
 )
@@ -80,7 +80,7 @@ def idx_target(folder: Path) -> Target:
     all_tokens = np.random.default_rng(0).bytes(8 * NUM_TOKENS)
 
     def run(data: bytes) -> None:
-        dtype = dtype_of_broken(data)
+        dtype = DTYPE_OF_CODE.get(data[17]) if len(data) > 17 else None
         bin_data = all_tokens[: NUM_TOKENS * (2 if dtype is None else dtype.itemsize)]
         _check_batch_of_headers(data, len(bin_data))
         check_index(parse_index(memoryview(data), "x.idx"), len(bin_data), "x.idx")
