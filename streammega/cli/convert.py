@@ -72,8 +72,6 @@ class CommandOptions:
     """Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make the dataset
     when all tasks have ended.
     """
-    dry_run: Annotated[bool, Flag(WORK, "--dry-run")] = False
-    """Write nothing: print the plan, the first documents as tokens, and an estimate."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,7 +95,6 @@ def convert(
     """
     from streammega.convert import convert as convert_all
     from streammega.convert import convert_task, merge_tasks
-    from streammega.convert.dry_run import plan_conversion
     from streammega.convert.read.inputs import expand_lists
     from streammega.convert.run import MERGE, parse_task
 
@@ -113,29 +110,18 @@ def convert(
         "input_storage": input_storage,
     }
     share = parse_task(command.task) if command.task is not None else None
-    if command.report or command.plot:
-        of_all = "--report and --plot describe a whole dataset"
-        if command.dry_run:
-            raise ConfigError(f"{of_all}; leave them out of --dry-run")
-        if share is not None:
-            raise ConfigError(f"{of_all}; give them to --task {MERGE}")
+    if share is not None and (command.report or command.plot):
+        raise ConfigError(
+            f"--report and --plot describe a whole dataset; give them to --task {MERGE}"
+        )
     _check_outputs(command)
     run: Callable[..., Any] = convert_all
-    if command.dry_run:
-        run = plan_conversion
-    elif share is not None:
+    if share is not None:
         run = partial(convert_task, task=share)
     elif command.task is not None:
         run = merge_tasks
     with show_progress("preparing") as progress:
         done = run(inputs, output, progress=progress, **conversion)
-    if command.dry_run:
-        show_report(
-            done,
-            summary="a dry run: nothing is written; this is what would be done",
-            as_json=as_json,
-        )
-        return
     if share is not None:
         follows = f"when all tasks have ended: the same command with --task {MERGE}"
         show_report(asdict(done) | {"task": command.task}, summary=follows, as_json=as_json)

@@ -113,7 +113,7 @@ COMMANDS = {
         MAKE,
         (
             "streammega convert texts/ s3://bucket/web --tokenizer tokenizer.json",
-            "streammega convert 'raw/*.jsonl.zst' web --tokenizer gpt2 --shuffle --dry-run",
+            "streammega convert 'raw/*.jsonl.zst' web --tokenizer gpt2 --shuffle",
         ),
     ),
     "ls": Command(list_inputs, MAKE, ("streammega ls texts/ 's3://raw/*.parquet'",)),

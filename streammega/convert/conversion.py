@@ -140,12 +140,10 @@ class Conversion:
             item.format == "megatron" for item in self.inputs
         )
 
-    def job(self, *, all_units: bool = False) -> Job:
-        """All that workers have to know; without units where datasets are copied as they are, unless
-        `all_units`.
-        """
+    def job(self) -> Job:
+        """All that workers have to know; without units where datasets are copied as they are."""
         units = []
-        if all_units or not self._copies_datasets:
+        if not self._copies_datasets:
             units = plan_units(self.inputs, self.options, self.input_storage)
         units_at_once = self.execution.workers or num_threads()
         return Job(

@@ -183,10 +183,6 @@ def test_a_seed_below_zero_is_refused_by_the_name_of_its_option() -> None:
     [
         ("convert in.jsonl out --seed 5", "seed (--seed) is for --shuffle; give that too"),
         (
-            "convert in.jsonl out --dry-run --report r.json",
-            "--report and --plot describe a whole dataset; leave them out of --dry-run",
-        ),
-        (
             "convert in.jsonl out.bin --format zst",
             "'out.bin': its suffix says format bin, and format (--format) is zst; leave out one",
         ),

@@ -206,10 +206,6 @@ def test_a_pipe_that_is_waited_for_is_told_of(
     ("words", "function"),
     [
         ("convert IN OUT --tokenizer bytes", "streammega.convert.convert"),
-        (
-            "convert IN OUT --tokenizer bytes --dry-run",
-            "streammega.convert.dry_run.plan_conversion",
-        ),
         ("convert IN OUT --tokenizer bytes --task 0/2", "streammega.convert.convert_task"),
         ("convert IN OUT --tokenizer bytes --task merge", "streammega.convert.merge_tasks"),
         ("verify IN", "streammega.dataset.verify.verify"),

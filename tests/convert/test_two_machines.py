@@ -17,7 +17,6 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
-from streammega.convert.dry_run import plan_conversion
 from streammega.convert.write.destination import Destination, Reservation
 from streammega.convert.write.publish import Publisher
 from streammega.dataset.verify import verify
@@ -241,9 +240,8 @@ def test_the_reservation_of_a_killed_conversion_is_told_and_removed_by_gc(
     name = f"memory://{tmp_path.name}-told/web"
     kill_before("publish", monkeypatch, inputs[:1], name, shard_bytes=10_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    for run in (convert, plan_conversion):
-        with pytest.raises(ConvertError, match=r"gc .* --remove"):
-            run(inputs[1:], name, tokenizer="bytes", workers=1, shard_bytes=10_000)
+    with pytest.raises(ConvertError, match=r"gc .* --remove"):
+        convert(inputs[1:], name, tokenizer="bytes", workers=1, shard_bytes=10_000)
     assert main(["gc", name, "--remove"]) == 0
     assert objects(name) == []
     convert(inputs[1:], name, tokenizer="bytes", workers=1, shard_bytes=10_000)

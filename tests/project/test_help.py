@@ -94,7 +94,6 @@ def made(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "key"),
     [
         ("convert a.jsonl three --tokenizer bytes", "documents"),
-        ("convert a.jsonl three --tokenizer bytes --dry-run", "units"),
         ("convert a.jsonl three --tokenizer bytes --task 0/1", "task"),
         ("ls a.jsonl", "inputs"),
         ("gc one", "files"),

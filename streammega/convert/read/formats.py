@@ -82,8 +82,7 @@ class Format(NamedTuple):
     """A format of inputs.
 
     signature: (byte, bytes) by which a stream is known. has_text: whether it holds text and nothing
-    else. is_even: whether its documents take as many bytes at its end as in its beginning. package:
-    what reads it, of the extra `convert`.
+    else. package: what reads it, of the extra `convert`.
     """
 
     read: Reader
@@ -91,7 +90,6 @@ class Format(NamedTuple):
     cut: Cutter = keep_whole
     signature: tuple[int, bytes] | None = None
     has_text: bool = False
-    is_even: bool = False
     package: str = ""
 
 
@@ -100,11 +98,10 @@ FORMATS = {
         read_text,
         (*PROSE_SUFFIXES, *MARKUP_SUFFIXES, *CODE_SUFFIXES),
         has_text=True,
-        is_even=True,
     ),
-    "lines": Format(read_text_lines, cut=cut_lines, has_text=True, is_even=True),
-    "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True, is_even=True),
-    "csv": Format(read_csv, (".csv", ".tsv"), has_text=True, is_even=True),
+    "lines": Format(read_text_lines, cut=cut_lines, has_text=True),
+    "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True),
+    "csv": Format(read_csv, (".csv", ".tsv"), has_text=True),
     "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow"),
     "arrow": Format(
         read_arrow, (".arrow", ".feather", ".ipc"), signature=(0, b"ARROW1"), package="pyarrow"
@@ -112,9 +109,9 @@ FORMATS = {
     # POSIX and GNU begin alike at that byte of the first header
     "tar": Format(read_tar, (".tar", ".tgz"), signature=(257, b"ustar")),
     # a .bin with an .idx of the same name, which `inputs.py` finds
-    "megatron": Format(read_pair, cut=cut_documents, is_even=True),
-    "raw": Format(read_raw, (".bin",), is_even=True),
-    "npy": Format(read_npy, (".npy",), is_even=True),
+    "megatron": Format(read_pair, cut=cut_documents),
+    "raw": Format(read_raw, (".bin",)),
+    "npy": Format(read_npy, (".npy",)),
     # folders, which `inputs.py` finds by their index.json
     "mds": Format(read_mds, cut=keep_folder),
     "litdata": Format(read_litdata, cut=keep_folder),
