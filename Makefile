@@ -50,7 +50,7 @@ docs: $(STAMP)  ## the site of the pages, in site/, without network; a broken li
 docs-serve: $(STAMP)  ## show the site on http://127.0.0.1:8000, with each change of a page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-browser: docs  ## look at the site, reports and view in chromium (Debian: apt-get install chromium), at desktop and phone width; pictures in browser-run/
+browser: docs  ## look at the site and view in chromium (Debian: apt-get install chromium), at desktop and phone width; pictures in browser-run/
 	$(BIN)/python tools/browser.py
 
 soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, random calls of loaders, sequences of conversions, kernels that check every index (two to three hours)

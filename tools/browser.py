@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""`make browser`: every page of the site, reports of commands, and the pages of `streammega view`, in a
-real browser (chromium), as wide as a desktop and as a phone. A picture of each; what is wider than
+"""`make browser`: every page of the site, and the pages of `streammega view`, in a real browser
+(chromium), as wide as a desktop and as a phone. A picture of each; what is wider than
 its window, an error of the page, or what a keyboard does not reach is a problem.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import functools
 import http.server
-import io
 import json
 import os
 import shutil
@@ -319,21 +318,6 @@ VIEW_PAGES = (
 )
 
 
-def write_reports(folder: Path) -> None:
-    """A page of each kind that a command writes, of a small run."""
-    from streammega.cli.main import main as streammega
-    from tests.support.builders import write_layout_run
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as work, contextlib.redirect_stdout(io.StringIO()):
-        run = write_layout_run(Path(work))
-        for name, *words in (
-            ("trace", "trace", run, "--step", "1"),
-            ("find", "trace", run, "--find", "web#3"),
-        ):
-            streammega([*words, "--html", str(folder / f"{name}.html")])
-
-
 def main() -> int:
     from tests.support.builders import write_layout_run
 
@@ -341,7 +325,6 @@ def main() -> int:
         print("skipped: chromium is not installed (Debian: apt-get install chromium)")
         return 0
     site = ROOT / "site"
-    write_reports(site / "reports")
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
     problems = look(site, pages, ROOT / "browser-run")
     with (

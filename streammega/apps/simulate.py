@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from streammega import DataConfig, StorageConfig
 from streammega.cli.options import (
     AsJson,
-    Html,
     StorageFile,
     StorageOption,
     settings_from,
@@ -158,7 +157,6 @@ def simulate(
             "any of the options by their names."
         ),
     ],
-    html: Html = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
@@ -179,7 +177,7 @@ def simulate(
     with show_progress("reading manifests") as progress:
         datasets = _read_blend(words, storage_config(storage, storage_file, looks_only=True))
         report = forecast(datasets, simulation, progress)
-    show_report(report, as_json=as_json, html=html, title="streammega simulate")
+    show_report(report, as_json=as_json)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -163,7 +163,7 @@ COMMANDS = {
         UNDERSTAND,
         (
             "streammega simulate web=10T code=3T --nodes 64 --train-tokens 15T",
-            "streammega simulate cluster.toml --html cluster.html",
+            "streammega simulate cluster.toml --json",
         ),
     ),
     "trace": Command(

@@ -56,7 +56,6 @@ Split = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[str | None, typer.Option(help="Write a page with tables to this file.")]
 
 LOOK_TIMEOUT = 5.0
 """Seconds that a command which only reads waits for an endpoint that fails."""

@@ -1,7 +1,4 @@
-"""Reports for people: the values that `--json` prints, as text or as one HTML page.
-
-The page loads nothing from elsewhere: no scripts, fonts or styles.
-"""
+"""Reports for people: the values that `--json` prints, as text."""
 
 from __future__ import annotations
 
@@ -10,33 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 
-import streammega
 from streammega.config.validate import finite
 from streammega.errors.words import in_one_line
 
 Report = dict[str, Any]
 
 SHOWN = 200
-"""Characters of a text that are shown as text; JSON and pages have all of it."""
+"""Characters of a text that are shown; JSON has all of it."""
 UNLIMITED = 100_000
 """Columns of an output that is not a terminal: nothing is wrapped."""
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; overflow-wrap: anywhere; }
-div { overflow-x: auto; margin: 0.5em 0 1.5em; }
-table { border-collapse: collapse; }
-th, td { border: 1px solid #8886; padding: 0.2em 0.6em; text-align: left; vertical-align: top; }
-th { background: #8882; white-space: nowrap; }
-td { white-space: pre-wrap; min-width: 9em; }
-td.number { white-space: nowrap; text-align: right; min-width: 3em; }
-"""
 
 
 class Sentence(str):
@@ -58,32 +42,21 @@ class Heading(NamedTuple):
     text: str
 
 
-def show_report(
-    report: Report,
-    *,
-    summary: str = "",
-    as_json: bool = False,
-    html: str | None = None,
-    title: str = "streammega",
-) -> None:
-    """Print a report as text or JSON, and write its page if one is wanted.
+def show_report(report: Report, *, summary: str = "", as_json: bool = False) -> None:
+    """Print a report as text or JSON.
 
-    summary: a sentence that stands first. title: of the page. Numbers that are not finite are left
-    out: JSON has none.
+    summary: a sentence that stands first. Numbers that are not finite are left out: JSON has none.
     """
     report = finite(report)
-    if html is not None:
-        # names of files may hold bytes that are no text
-        page = as_page(report, title, summary)
-        write_output(html, page.encode("utf-8", errors="backslashreplace"))
     text = as_text(report, summary)
     if as_json:
         text = json.dumps(report, indent=1, ensure_ascii=False)
+    # names of files may hold bytes that are no text
     typer.echo(text.encode("utf-8", "backslashreplace").decode())
 
 
 def write_output(path: str, data: bytes) -> None:
-    """Write a page, report or plot, which appears whole or not at all. Raises OSError that names it."""
+    """Write a report or plot, which appears whole or not at all. Raises OSError that names it."""
     from streammega.storage.atomic_file import write_file
 
     target = os.path.realpath(path)
@@ -138,40 +111,6 @@ def _short(text: str) -> str:
     if len(text) > SHOWN and not isinstance(text, Sentence):
         text = f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
     return in_one_line(text)
-
-
-def as_page(report: Mapping[str, Any], title: str, summary: str = "") -> str:
-    """A report as an HTML page."""
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    lines = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>",
-        f"<body><h1>{escape(title)}</h1>",
-        f"<p>streammega {escape(streammega.__version__)}, {written}</p>",
-    ]
-    if summary:
-        lines.append(f"<p>{escape(summary)}</p>")
-    for block in _blocks(report, 2):
-        if isinstance(block, Heading):
-            level = min(block.level, 6)
-            lines.append(f"<h{level}>{escape(block.text)}</h{level}>")
-            continue
-        lines.append("<div><table>")
-        if block.names:
-            lines.append("".join(f"<th>{escape(name)}</th>" for name in block.names))
-            lines += [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in block.rows]
-        else:
-            lines += [
-                f"<tr><th>{escape(name)}</th>{_html_cell(value)}</tr>" for name, value in block.rows
-            ]
-        lines.append("</table></div>")
-    return "\n".join([*lines, "</body></html>\n"])
-
-
-def _html_cell(value: Any) -> str:
-    kind = ' class="number"' if isinstance(value, int | float) else ""
-    return f"<td{kind}>{escape(_cell(value))}</td>"
 
 
 def _blocks(values: Mapping[str, Any], level: int) -> Iterator[Heading | Table]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, Html, Overrides, RunFile, Split, quick, show_progress
+from streammega.cli.options import AsJson, Overrides, RunFile, Split, quick, show_progress
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
@@ -95,7 +95,6 @@ def trace(
         str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
     ] = None,
     as_json: AsJson = False,
-    html: Html = None,
 ) -> None:
     """List the documents that a step of a run reads, or the steps that read a document.
 
@@ -125,10 +124,7 @@ def trace(
                 report = trace_report(run, samples, _range("--tokens", tokens), decode, progress)
         except IndexError as error:  # no sample or document has the number that was given
             raise ConfigError(str(error)) from None
-    chosen = {"step": step, "sample": sample, "find": find, "excluded": excluded or None}
-    what = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
-    title = f"trace of {config}: {'excluded documents' if excluded else what}"
-    show_report({"run": config, **report}, as_json=as_json, html=html, title=title)
+    show_report({"run": config, **report}, as_json=as_json)
     if "interrupted" in report:
         raise KeyboardInterrupt
 

@@ -437,10 +437,6 @@ def test_a_plot_of_a_run_in_a_bucket_takes_options_of_its_storage(
             "r.json",
         ),
         ("convert {tmp_path}/in.jsonl {tmp_path}/made --tokenizer bytes --plot {output}", "p.png"),
-        (
-            "simulate web=2m --sequence-length 64 --global-batch-size 64 --html {output}",
-            "page.html",
-        ),
         ("plot {tmp_path}/metrics.jsonl --out {output}", "run.png"),
     ],
 )

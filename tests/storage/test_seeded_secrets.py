@@ -312,7 +312,7 @@ def commands(
         ["prepare", run],
         ["train", run],
         ["plot", f"{root}/run", "--out", f"{folder}/plot.png", *storage],
-        ["trace", run, "--step", "1", "--html", f"{folder}/trace.html"],
+        ["trace", run, "--step", "1"],
         ["cache", "ls", f"{folder}/pages"],
         ["describe", f"{root}/wbe", *storage],
         ["view", f"{root}/wbe", *storage],
