@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
-    from streammega.loading.simulate import SimulatedReads as SimulatedReads
-    from streammega.loading.simulate import simulate_reads as simulate_reads
     from streammega.loading.source_losses import add_losses_by_source as add_losses_by_source
     from streammega.parallel import RankBatches as RankBatches
     from streammega.parallel import Ranks as Ranks
@@ -80,8 +78,6 @@ _HOMES = {
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",
-    "SimulatedReads": "streammega.loading.simulate",
-    "simulate_reads": "streammega.loading.simulate",
     "add_losses_by_source": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
 }

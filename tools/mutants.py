@@ -49,10 +49,11 @@ HEADER = """\
 """
 SAVED = [f"tests/train/test_{name}.py" for name in ("checkpoints", "staging", "job_lock")]
 PACKING = "tests/convert/test_packing.py"
+SIMULATED = "tests/apps/test_simulated_reads.py"
 ROOMS = {
     "order": ("streammega/order", ["tests/order", "tests/samples"]),
     "kernels": ("streammega/kernels", ["tests/kernels", PACKING, "tests/order", "tests/samples"]),
-    "loading": ("streammega/loading", ["tests/loading"]),
+    "loading": ("streammega/loading", ["tests/loading", SIMULATED]),
     "gradients": ("streammega/gradients", ["tests/gradients"]),
     "checkpoints": ("streammega/train/checkpoints", [*SAVED, "tests/crash"]),
 }

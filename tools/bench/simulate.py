@@ -5,8 +5,8 @@ their requests, bytes, start, waits and memory stand beside those that are simul
     .venv/bin/python tools/bench/simulate.py           # six minutes; --cases 0 3 for some
 
 Each rank takes a micro-batch every `STEP_SECONDS`, as a training step would. Kernels and modules are
-loaded before. "at first" is the first ten seconds, "later" the second half of the micro-batches; both
-count requests that a page cache answers too. "requests" are those of the server, with the opening. The
+loaded before. "at first" is the first ten seconds, "later" the second half of the micro-batches.
+"requests" are those of the server, with the opening. The
 last column says how busy the ranks and the server kept the cores. The processor's time of a request,
 which a rank and the server take of the same cores, is measured first. Ranks of a cluster have cores of
 their own; here they start one after the other, so that each opens its datasets alone.
@@ -61,7 +61,6 @@ class Case(NamedTuple):
     link: float = 0.0
     rate: float = 0.0
     step: float = STEP_SECONDS
-    has_cache: bool = False
     in_flight: int = 4 << 20
 
 
@@ -72,16 +71,15 @@ CASES = (
     Case("8 ranks, 100 ms", 8, 0.1),
     Case("8 ranks, 100 ms, 300 requests/s for all", 8, 0.1, rate=300.0),
     Case("2 ranks, 20 ms, 2 MB/s for all: too slow", 2, link=2e6, in_flight=2 << 20),
-    Case("4 ranks, 20 ms, a page cache", 4, has_cache=True),
 )
 
 
 def write_data(root: Path, shard_tokens: Mapping[str, int], shards: int) -> None:
     """Datasets of zeros as sparse files, with manifests: only sizes matter."""
     from streammega import StorageConfig
+    from streammega.apps.simulated_reads import make_manifest
     from streammega.dataset.manifest import read_manifest
     from streammega.dataset.names import MANIFEST
-    from streammega.loading.simulate import make_manifest
 
     root.mkdir(parents=True)
     for name, tokens in shard_tokens.items():
@@ -153,19 +151,14 @@ def read(
     rank: int,
     batches: int,
     options: dict[str, Any],
-    folder: str,
     barrier: Any,
     results: Any,
 ) -> None:
     """One rank, in a process of its own."""
     from streammega import StorageConfig
 
-    cache = f"{folder}/pages-{case.title}" if case.has_cache else None
-    storage = StorageConfig(
-        storage_options=options, cache_dir=cache, max_in_flight_bytes=case.in_flight
-    )
-
-    # Without the cache, which must be empty, and at once: the server is not shaped yet.
+    storage = StorageConfig(storage_options=options, max_in_flight_bytes=case.in_flight)
+    # At once: the server is not shaped yet.
     warm_config = config_of(case, 4, StorageConfig(storage_options=options))
     with loader_of(case, rank, warm_config) as warm:
         for _ in warm:
@@ -201,16 +194,14 @@ def read(
     results.put((rank, opened - began, first, waited / ended, marks, held, busy))
 
 
-def measure(case: Case, server: Running, batches: int, folder: str) -> dict[str, float]:
+def measure(case: Case, server: Running, batches: int) -> dict[str, float]:
     """Run the ranks of a case."""
     server.behave()
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(case.ranks + 1)
     results = context.Queue()
     options = server.storage_options
-    arguments = [
-        (case, rank, batches, options, folder, barrier, results) for rank in range(case.ranks)
-    ]
+    arguments = [(case, rank, batches, options, barrier, results) for rank in range(case.ranks)]
     processes = [context.Process(target=read, args=words) for words in arguments]
     for process in processes:
         process.start()
@@ -269,7 +260,8 @@ def simulate(
     case: Case, root: Path, batches: int, rank_busy: float, server_busy: float
 ) -> dict[str, float]:
     """The same figures, simulated. rank_busy, server_busy: seconds of a processor for a request."""
-    from streammega import StorageConfig, simulate_reads
+    from streammega import StorageConfig
+    from streammega.apps.simulated_reads import simulate_reads
 
     datasets = {
         f"s3://data/{name}": (root / f"{name}.manifest.json").read_bytes() for name in SHARD_TOKENS
@@ -287,7 +279,6 @@ def simulate(
         dp_ranks=range(case.ranks),
         num_batches=batches,
         batch_seconds=case.step,
-        share_pages=case.has_cache,
         request_seconds=max(rank_busy, (rank_busy + server_busy) / (os.cpu_count() or 1)),
     )
     ranks = reads.ranks
@@ -334,7 +325,7 @@ def main() -> int:
             )
             for number, case in enumerate(cases):
                 batches = int(chosen.seconds / case.step)
-                measured = measure(case, server, batches, str(folder))
+                measured = measure(case, server, batches)
                 simulated = simulate(case, folder / "objects" / "data", batches, *busy)
                 if not number:
                     harness.table("run", *simulated, "cores busy")

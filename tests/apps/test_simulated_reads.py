@@ -12,13 +12,16 @@ import pytest
 
 from streammega import (
     DataConfig,
-    SimulatedReads,
     StorageConfig,
     StreamLoader,
     StreammegaError,
+)
+from streammega.apps.simulated_reads import (
+    DOCUMENT_TOKENS,
+    SimulatedReads,
+    make_manifest,
     simulate_reads,
 )
-from streammega.loading.simulate import DOCUMENT_TOKENS, make_manifest
 from streammega.storage.backends.obstore import ObstoreStore
 from tests.support.builders import write_dataset, write_lengths, write_manifest
 from tools.bench.object_server import running
@@ -204,18 +207,6 @@ def test_memory_that_is_too_small_is_named_with_what_is_enough() -> None:
     assert rank.memory_bytes <= 100_000
     more = replace(config, storage=StorageConfig(memory_bytes=rank.enough_bytes))
     assert simulate(more, sizes(config, 20_000), dp_ranks=[0]).ranks[0].enough_bytes == 0
-
-
-def test_ranks_of_a_node_share_pages() -> None:
-    blocks: dict[str, Any] = {"shuffle_block_bytes": 64 << 10, "blend": ["s3://bucket/web"]}
-    config = replace(config_of(StorageConfig(), "s3://bucket"), **blocks)
-    datasets = {"s3://bucket/web": [4 << 20]}
-    epoch: dict[str, Any] = {"num_batches": 16_384, "share_pages": True}
-    shared = simulate(config, datasets, **epoch)
-    data_bytes = 8 << 20
-    assert data_bytes <= sum(rank.nbytes.sum() for rank in shared.ranks) < 1.05 * data_bytes
-    alone = [simulate(config, datasets, dp_ranks=[rank], **epoch).ranks[0] for rank in range(RANKS)]
-    assert sum(rank.nbytes.sum() for rank in alone) > 1.1 * data_bytes, "pages that blocks share"
 
 
 def test_a_simulation_is_the_same_again() -> None:

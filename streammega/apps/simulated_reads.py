@@ -31,8 +31,6 @@ from streammega.loading.read_plan import plan_reading
 from streammega.loading.stats import Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.shuffling import shuffle_figures
-from streammega.storage.cache.chunk_file import PAGE_BYTES
-from streammega.storage.cache.page_cache import MIN_PAGED_BYTES
 from streammega.storage.fetch.buffer_pool import BufferPool, rounded
 from streammega.storage.fetch.flow_control import FlowControl
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
@@ -135,7 +133,6 @@ def simulate_reads(
     dp_ranks: Sequence[int],
     num_batches: int,
     batch_seconds: float,
-    share_pages: bool = False,
     prefetch: int = 4,
     request_seconds: float = REQUEST_SECONDS,
     progress: ProgressObserver | None = None,
@@ -159,7 +156,6 @@ def simulate_reads(
         dp_ranks: the ranks to simulate.
         num_batches: micro-batches of each.
         batch_seconds: seconds that the training step needs for a micro-batch.
-        share_pages: the ranks share a page cache, which is empty at first and has room for all.
         request_seconds: seconds of a processor that a request takes. A rank sends one after the other.
         progress: receives micro-batches that were simulated.
 
@@ -204,12 +200,11 @@ def simulate_reads(
     assert order is not None
     request_rate = 1 / max(1 / request_rate, request_seconds)
     network = Network(latency, connection_rate, rank_rate, request_rate)
-    pages: set[tuple[str, int]] | None = set() if share_pages else None
     progress.begin("simulating", len(dp_ranks) * num_batches, " micro-batches")
     ranks = [
         _simulate_rank(
             replace(steps, dp_rank=rank),
-            _VirtualFetcher(config.storage, network, bucket.dataset_of, pages),
+            _VirtualFetcher(config.storage, network, bucket.dataset_of),
             num_batches,
             batch_seconds,
             prefetch,
@@ -409,7 +404,6 @@ class _VirtualFetcher:
         storage: StorageConfig,
         network: Network,
         dataset_of: Mapping[str, int],
-        pages: set[tuple[str, int]] | None,
     ) -> None:
         self.now = 0.0
         self.pool = BufferPool(storage.memory_bytes)
@@ -421,7 +415,6 @@ class _VirtualFetcher:
         """When each buffer was filled, by its id."""
         self._network = network
         self._dataset_of = dataset_of
-        self._pages = pages
         self._unadmitted: deque[FetchGroup] = deque()
         self._queue: deque[RangeRequest] = deque()
         self._answers: list[tuple[float, int, float, RangeRequest]] = []
@@ -483,9 +476,7 @@ class _VirtualFetcher:
 
     def _answered_at(self, request: RangeRequest, now: float) -> float:
         """When a request is answered that is sent now."""
-        nbytes = self._missing_bytes(request)
-        if not nbytes:
-            return now
+        nbytes = request.size
         network = self._network
         sent = max(now, self._request_at)
         self._request_at = sent + 1 / network.request_rate
@@ -493,18 +484,6 @@ class _VirtualFetcher:
         first_byte = sent + network.latency
         self._rank_free_at = max(self._rank_free_at, first_byte) + nbytes / network.rank_rate
         return max(first_byte + nbytes / network.connection_rate, self._rank_free_at)
-
-    def _missing_bytes(self, request: RangeRequest) -> int:
-        """Bytes that have to be fetched. With a page cache they are whole pages that it lacks."""
-        if self._pages is None:
-            return request.size
-        first = request.start // PAGE_BYTES
-        wanted = {(request.key, page) for page in range(first, -(-request.stop // PAGE_BYTES))}
-        missing = wanted - self._pages
-        if missing and request.size < MIN_PAGED_BYTES:  # past the cache, which does not keep it
-            return request.size
-        self._pages |= missing
-        return len(missing) * PAGE_BYTES
 
 
 class _Taken(NamedTuple):
