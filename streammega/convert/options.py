@@ -167,8 +167,6 @@ class ConvertOptions:
     """
     zstd_level: Annotated[int, Flag(OUTPUT), Ge(1), Le(22)] = 3
     """How hard zstd compresses, from 1 (fast) to 22 (small)."""
-    zstd_frame_bytes: Annotated[int, Ge(1024), Le(128 * MiB)] = 32 << 10
-    """Token bytes of a frame of .bin.zst, which is decompressed as a whole."""
     shard_bytes: Annotated[int | None, Flag(OUTPUT, "--shard-size"), Ge(1)] = None
     """Bytes of tokens in a shard, e.g. 1G; by default there is one shard. A shard is larger where
     one document is.

@@ -62,7 +62,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--max-record-bytes 1M": {"max_record_bytes": 1 << 20},
     "--on-error skip --max-errors 1%": {"on_error": "skip", "max_errors": "1%"},
 }
-WITHOUT_OPTION = {"zstd_frame_bytes"}
 EXECUTION: dict[str, dict[str, Any]] = {
     "--workers 3 --shuffle-memory 16M": {"workers": 3, "shuffle_memory_bytes": 16 << 20},
     "--backend ray": {"backend": "ray"},
@@ -111,7 +110,7 @@ def test_how_the_work_is_done_is_as_asked(words: str, monkeypatch: pytest.Monkey
 
 def test_every_setting_has_an_option() -> None:
     set_by_options = {name for settings in ALL.values() for name in settings}
-    assert {item.name for item in fields(ConvertOptions)} == set_by_options | WITHOUT_OPTION
+    assert {item.name for item in fields(ConvertOptions)} == set_by_options
 
 
 def test_overwriting_and_storage_are_as_asked(

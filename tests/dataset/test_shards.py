@@ -439,8 +439,6 @@ def test_frames_that_no_reader_takes_are_not_written(tmp_path: Path, frame_bytes
     with pytest.raises(ConfigError, match=r"frame_bytes is .*at least 1 and at most 134,217,728"):
         IndexedDatasetWriter(str(tmp_path / "a.bin.zst"), frame_bytes=frame_bytes)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="zstd_frame_bytes is"):
-        ConvertOptions(zstd_frame_bytes=frame_bytes)
 
 
 def test_the_largest_frame_is_read(tmp_path: Path) -> None:

@@ -477,30 +477,25 @@ def shuffle(scale: Scale) -> None:
     harness.row(title, "", f"{medians['shuffle'] / 1e6:,.0f} MB/s", "")
 
 
-LEVELS = ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256))
-"""Levels of zstd, and KiB of a frame, that are measured."""
+LEVELS = (1, 3, 6, 9, 19)
+"""Levels of zstd that are measured."""
 
 
 def zstd(scale: Scale) -> None:
-    """Ratio, writing and reading speed of levels, and of frames."""
+    """Ratio, writing and reading speed of levels."""
     once = corpus.once(scale.corpus)
-    for level, frame in LEVELS:
-        log(f"zstd level {level}, frames of {frame} KiB")
+    for level in LEVELS:
+        log(f"zstd level {level}")
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            write_and_read(once, folder, level, frame, scale.runs)
+            write_and_read(once, folder, level, scale.runs)
 
 
-def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) -> None:
+def write_and_read(once: str, folder: str, level: int, runs: int) -> None:
     from streammega.convert import convert
     from streammega.dataset.indexed import IndexedDataset
 
-    settings: dict[str, Any] = {
-        "format": "zst",
-        "zstd_level": level,
-        "zstd_frame_bytes": frame << 10,
-    }
     began = time.perf_counter()
-    report = convert([once], f"{folder}/z", workers=1, **settings)
+    report = convert([once], f"{folder}/z", workers=1, format="zst", zstd_level=level)
     written = report.tokens * 2 / (time.perf_counter() - began)
     indexed = IndexedDataset(f"{folder}/z")
     size = indexed.bin_info.size
@@ -512,7 +507,7 @@ def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) ->
             indexed.store.read(indexed.bin_key, [(start, stop)])
         rates.append(size / (time.perf_counter() - began))
     harness.row(
-        f"zstd level {level}, frames of {frame} KiB",
+        f"zstd level {level}",
         f"written at {written / 1e6:,.0f} MB/s",
         f"read at {statistics.median(rates) / 1e6:,.0f} MB/s on one core",
         f"{report.compression:.2f}x smaller",

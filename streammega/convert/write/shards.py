@@ -348,7 +348,6 @@ def _writer(job: Job, layout: ShardLayout, number: int) -> IndexedDatasetWriter:
         with_part_bytes_for(job.storage, expected_bytes),
         kind=options.format,
         level=options.zstd_level,
-        frame_bytes=options.zstd_frame_bytes,
         index_prefix=job.work_dir.file(layout.work_names()[number]),
         first_sequence=layout.first_sequences[number],
     )
