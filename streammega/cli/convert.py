@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from streammega.cli.options import (
     storage_config,
     with_flags,
 )
-from streammega.cli.render import show_report, write_output
+from streammega.cli.render import show_report
 from streammega.config import StorageConfig
 from streammega.config.validate import Flag, Ge, check_fields, parse_json
 from streammega.convert.options import (
@@ -64,10 +63,6 @@ class CommandOptions:
     """The seed of --shuffle; 0 by default."""
     overwrite: Annotated[bool, Flag(OUTPUT)] = False
     """Replace an existing dataset."""
-    report: Annotated[str | None, Flag(OUTPUT)] = None
-    """Write the report to this file, as JSON."""
-    plot: Annotated[str | None, Flag(OUTPUT)] = None
-    """Write the histogram of document lengths to this PNG."""
     task: Annotated[str | None, Flag(WORK, metavar="i/N")] = None
     """Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make the dataset
     when all tasks have ended.
@@ -110,11 +105,6 @@ def convert(
         "input_storage": input_storage,
     }
     share = parse_task(command.task) if command.task is not None else None
-    if share is not None and (command.report or command.plot):
-        raise ConfigError(
-            f"--report and --plot describe a whole dataset; give them to --task {MERGE}"
-        )
-    _check_outputs(command)
     run: Callable[..., Any] = convert_all
     if share is not None:
         run = partial(convert_task, task=share)
@@ -128,13 +118,6 @@ def convert(
         return
     words = command_words(context.obj, (output_storage, input_storage))
     show_report(done.as_dict(words) if as_json else done.summary(), as_json=as_json)
-    if command.report:
-        write_output(command.report, json.dumps(done.as_dict(words), indent=1).encode())
-    if command.plot:
-        from streammega.cli.plotting import write_lengths
-
-        title = f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens"
-        write_lengths(done.histogram, title, command.plot)
 
 
 @with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
@@ -249,17 +232,3 @@ def _input_storage(
     return output_storage
 
 
-def _check_outputs(command: CommandOptions) -> None:
-    """Raise OSError or ConfigError, before the conversion, if a report or plot cannot be written."""
-    for path in (command.report, command.plot):
-        if path is not None:
-            was_there = os.path.exists(path)
-            # opening is the only sure test: modes and folders do not say who may write
-            with open(path, "ab"):
-                pass
-            if not was_there:
-                os.unlink(path)
-    if command.plot:
-        from streammega.cli.plotting import check_plot_name
-
-        check_plot_name(command.plot)

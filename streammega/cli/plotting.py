@@ -64,13 +64,6 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return line
 
 
-def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
-    """A histogram of document lengths, bin b for [2^b, 2^(b+1)) tokens, as a PNG."""
-    filled_bins = [number for number, count in enumerate(histogram) if count]
-    bins = max(filled_bins, default=0) + 1
-    draw_lengths(histogram[:bins], [2.0**exponent for exponent in range(bins + 1)], title, path)
-
-
 def draw_lengths(counts: Any, edges: Any, title: str, path: str) -> None:
     """Documents of each range of lengths, as a PNG. Raises ConfigError without matplotlib."""
     figure, axes = pyplot().subplots(figsize=(8, 4))

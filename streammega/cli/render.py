@@ -56,7 +56,7 @@ def show_report(report: Report, *, summary: str = "", as_json: bool = False) -> 
 
 
 def write_output(path: str, data: bytes) -> None:
-    """Write a report or plot, which appears whole or not at all. Raises OSError that names it."""
+    """Write a plot, which appears whole or not at all. Raises OSError that names it."""
     from streammega.storage.atomic_file import write_file
 
     target = os.path.realpath(path)

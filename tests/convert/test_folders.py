@@ -510,8 +510,8 @@ def test_ls_says_what_convert_reads_and_what_it_leaves_out(
     listed = json.loads(capsys.readouterr().out)
     command = ["convert", *words, str(tmp_path / "out"), "--tokenizer", "bytes"]
     secret = ["--storage", "secret=hide-me-please"]
-    assert main([*command, *secret, "--report", str(tmp_path / "r.json")]) == 0
-    text = (tmp_path / "r.json").read_text()
+    assert main([*command, *secret, "--json"]) == 0
+    text = capsys.readouterr().out
     report = json.loads(text)
     assert {name: report[name] for name in listed} == listed
     assert [item["path"] for item in listed["inputs"]] == [

@@ -306,8 +306,6 @@ def test_the_command_does_tasks_and_merges_them(
     told = capsys.readouterr().out
     assert "task: 1/2\nunits: 4\nunits_before: 0\nunits_of_all: 9\n" in told
     assert "--task merge" in told
-    assert main([*command, "--task", "0/2", "--report", str(tmp_path / "report.json")]) != 0
-    assert "give them to --task merge" in capsys.readouterr().err
-    assert main([*command, "--task", "merge", "--report", str(tmp_path / "report.json")]) == 0
-    assert json.loads((tmp_path / "report.json").read_text())["documents"] == 340
+    assert main([*command, "--task", "merge", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 340
     assert files_of(tmp_path / "shared") == expected

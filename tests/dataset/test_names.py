@@ -271,27 +271,28 @@ def test_what_is_wrong_with_stdin_is_told_of_stdin(
 ) -> None:
     from streammega.cli.main import main
 
-    def told(data: bytes, *words: str) -> tuple[int, str]:
+    def told(data: bytes, *words: str) -> tuple[int, str, str]:
         with open(piped(data), encoding="utf-8") as stream:
             monkeypatch.setattr("sys.stdin", stream)
             status = main(["convert", "-", str(tmp_path / "out"), "--tokenizer", "bytes", *words])
-        out, err = capsys.readouterr()
-        return status, out + err
+        return status, *capsys.readouterr()
 
     for data, message in (
         (LINES + b"{broken\n", "stdin:3: broken JSON"),
         (b"plain text", "stdin: begins with b'plain text'"),
     ):
-        status, text = told(data)
+        status, out, err = told(data)
         assert status == 1
-        assert message in text
-        assert "input-" not in text
+        assert message in err
+        assert "input-" not in out + err
         shutil.rmtree(tmp_path / ".out.convert", ignore_errors=True)
-    report = tmp_path / "report.json"
-    status, text = told(LINES + b"{broken\n", "--on-error", "skip", "--report", str(report))
+    status, out, err = told(LINES + b"{broken\n", "--on-error", "skip")
     assert status == 0
-    assert "stdin:3: broken JSON" in text
-    assert json.loads(report.read_text())["messages"][0].startswith("stdin:3: broken JSON")
+    assert "stdin:3: broken JSON" in out + err
+    options = ["--on-error", "skip", "--overwrite", "--json"]
+    status, out, err = told(LINES + b"{broken\n", *options)
+    assert status == 0
+    assert json.loads(out)["messages"][0].startswith("stdin:3: broken JSON")
 
 
 def test_what_is_kept_of_a_pipe_is_its_conversions_alone(
@@ -446,8 +447,7 @@ def test_a_presigned_url_is_read_and_its_query_is_nowhere(
         "bytes",
         "--on-error",
         "skip",
-        "--report",
-        str(tmp_path / "r.json"),
+        "--json",
     ]
     assert main(words) == 0
     assert texts(tmp_path / "out") == ["one", "two"]

@@ -280,7 +280,6 @@ def pair(tmp_path: Path) -> str:
         ("verify {pair} --vocab-siz 3", "--vocab-size"),
         ("convert {pair} x --tokeniser bytes", "--tokeniser (Possible options: --tokenizer)"),
         ("describe {pair} --plot x.unknown", ".unknown is no format of plots"),
-        ("convert {pair} x --plot x.unknown", ".unknown is no format of plots"),
         ("plot {tmp_path}/run", "holds no step"),
         ("convert a.{{001..010}}.jsonl x --tokenizer bytes", "braces"),
     ],
@@ -432,11 +431,7 @@ def test_a_plot_of_a_run_in_a_bucket_takes_options_of_its_storage(
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (
-            "convert {tmp_path}/in.jsonl {tmp_path}/made --tokenizer bytes --report {output}",
-            "r.json",
-        ),
-        ("convert {tmp_path}/in.jsonl {tmp_path}/made --tokenizer bytes --plot {output}", "p.png"),
+        ("describe {tmp_path}/made --plot {output}", "p.png"),
         ("plot {tmp_path}/metrics.jsonl --out {output}", "run.png"),
     ],
 )
@@ -448,6 +443,7 @@ def test_an_output_on_a_full_disk_is_named_and_leaves_the_one_of_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "one"}\n')
+    convert_bytes(tmp_path / "made", tmp_path / "in.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     folder = tmp_path / "outputs"
     folder.mkdir()

@@ -295,7 +295,7 @@ def commands(
     texts = write_jsonl(folder / "in.jsonl", ["some text"] * 9)
     return [
         ["convert", texts, f"{root}/made", "--tokenizer", "bytes", "--provenance", *storage,
-         "--report", f"{folder}/report.json"],
+         "--json"],
         ["convert", f"{root}/web", f"{folder}/copy", *storage],
         ["ls", f"{root}/", *storage],
         ["verify", f"{root}/web", *storage],
@@ -443,7 +443,7 @@ def test_commands_that_fail_show_no_secret(
 def test_inputs_and_datasets_of_signed_urls_show_no_signature(world: World) -> None:
     texts = f"http://{world.host}/{{}}/in.jsonl?{QUERY}"
     calls = [
-        ["convert", texts.format(bucket), "made", "--tokenizer", "bytes", "--report", "report.json"]
+        ["convert", texts.format(bucket), "made", "--tokenizer", "bytes", "--json"]
         for bucket in ("b404", "b403", "g403", "b200")
     ]
     calls += [["describe", f"http://{world.host}/g403/web?{QUERY}"], ["ls", texts.format("b200")]]
