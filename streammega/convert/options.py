@@ -105,10 +105,6 @@ class ConvertOptions:
     """
     append_eod: Annotated[bool, Flag(TEXT)] = True
     """End every document with the end-of-document token."""
-    keep_empty: Annotated[bool, Flag(TEXT)] = False
-    """Keep texts without a single token, empty ones too, as an end-of-document token alone.
-    Megatron's datasets hold no sequence of them, and so do these by default.
-    """
     special_tokens_in_text: Annotated[Literal["parse", "text"] | None, Flag(TEXT)] = None
     """How special tokens in a text are treated: parse encodes them as special tokens, text as
     ordinary characters; by default as the tokenizer's library does. That is `parse` for Hugging Face

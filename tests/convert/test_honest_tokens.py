@@ -103,8 +103,6 @@ def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> N
     report = convert_files(tmp_path / "out", source, tokenizer=words)
     assert stored_ids(tmp_path / "out") == [[3, 2], [4, 2]]
     assert report.dropped["empty"] == 2
-    convert_files(tmp_path / "kept", source, tokenizer=words, keep_empty=True)
-    assert stored_ids(tmp_path / "kept") == [[3, 2], [2], [2], [4, 2]]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,7 @@ EMPTY = [{"text": ""}, {"text": None}, {"text": []}, {"text": [""]}, {"text": " 
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.csv"])
-def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
+def test_empty_texts_and_nulls_are_left_out_in_every_format(
     words: str, name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -221,23 +219,8 @@ def test_empty_texts_and_nulls_are_kept_where_that_is_asked(
     (tmp_path / "empty.txt").write_bytes(b"")
     inputs = [str(path), str(tmp_path / "empty.txt")]
     settings: dict[str, Any] = {"tokenizer": words, "workers": 1}
-    report = convert(inputs, str(tmp_path / "kept"), keep_empty=True, **settings)
-    assert stored_ids(tmp_path / "kept") == [[2]] * 6
-    assert report.dropped == {}
     with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; empty: 6"):
         convert(inputs, str(tmp_path / "dropped"), **settings)
-    with pytest.raises(ConvertError, match=r"hold no text and no tokens.*; empty: 6"):
-        convert(inputs, str(tmp_path / "no"), keep_empty=True, append_eod=False, **settings)
-
-
-def test_an_empty_text_of_several_keys_is_one_end(words: str, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", [{"q": "", "a": None}, {"q": "", "a": "hello"}])
-    for keys, modes in ((("q", "a"), None), (("q", "a:1"), [1, 1])):
-        out = tmp_path / keys[1]
-        convert_files(out, source, tokenizer=words, keep_empty=True, text_keys=keys)
-        stored = IndexedDataset(str(out))
-        assert [stored.get(n).tolist() for n in range(len(stored))] == [[2], [3, 2]]
-        assert modes == (None if stored.sequence_modes is None else stored.sequence_modes.tolist())
 
 
 @pytest.mark.guarantee("conversations-without-answer")

@@ -484,7 +484,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shuffled": {"shuffle_seed": 3, "bos": "<s>"},
     "keep_modes": {"text_keys": ("text:1",), "keep_modes": (0,)},
     "another mode": {"text_keys": ("text:1",), "keep_modes": (1,), "on_error": "skip"},
-    "kept": {"keep_empty": True},
     "sentences": {"split_sentences": "en"},
 }
 
@@ -555,11 +554,11 @@ def records() -> list[dict[str, Any]]:
 RECORD_SETTINGS: dict[str, dict[str, Any]] = {
     "two keys": {"text_keys": ("b", "text")},
     "keep_modes": {"text_keys": ("text", "b:1")},
-    "modes, kept": {"text_keys": ("text", "b:1"), "keep_empty": True, "bos": "<s>"},
+    "modes, begun": {"text_keys": ("text", "b:1"), "bos": "<s>"},
     "one mode": {"text_keys": ("text", "b:1"), "keep_modes": (1,)},
     "the other mode": {"text_keys": ("text", "b:1"), "keep_modes": (0,), "max_tokens": 300},
     "sentences": {"text_keys": ("list",)},
-    "sentences, kept": {"text_keys": ("list",), "keep_empty": True, "bos": "<s>"},
+    "sentences, begun": {"text_keys": ("list",), "bos": "<s>"},
     "sentences, cut": {"text_keys": ("list",), "max_tokens": 600, "dedup": True},
     "no end": {"text_keys": ("list",), "max_tokens": 600, "append_eod": False},
 }

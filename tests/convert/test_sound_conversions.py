@@ -96,7 +96,6 @@ def test_every_conversion_of_tokens_is_sound(
     options=asked,
     cut=st.sampled_from([50, 1 << 20]),
     append=st.booleans(),
-    keep=st.booleans(),
 )
 @settings(max_examples=25)
 def test_every_conversion_of_text_is_sound(
@@ -105,7 +104,6 @@ def test_every_conversion_of_text_is_sound(
     options: dict[str, Any],
     cut: int,
     append: bool,
-    keep: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("text")
     (folder / "in.jsonl").write_text(
@@ -113,7 +111,7 @@ def test_every_conversion_of_text_is_sound(
     )
     keys = ("text", "answer:1") if options["keep_modes"] else ("text",)
     check([str(folder / "in.jsonl")], folder, options | {
-        "tokenizer": "bytes", "text_keys": keys, "append_eod": append, "keep_empty": keep,
+        "tokenizer": "bytes", "text_keys": keys, "append_eod": append,
     }, cut)  # fmt: skip
 
 

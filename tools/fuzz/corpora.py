@@ -74,7 +74,6 @@ class _Reader:
             tokenizer="bytes",
             provenance=True,
             append_eod=False,
-            keep_empty=True,
             **settings,
         )
         self.encoder = BatchEncoder(load_tokenizer("bytes"), self.options, STORAGE)
@@ -113,6 +112,7 @@ def _bytes_of(tokens: Tokens) -> Documents:
     return [
         tokens.tokens[start:stop].astype("<i8").tobytes()
         for start, stop in zip(starts, stops, strict=True)
+        if start < stop  # empty texts are left out
     ]
 
 
@@ -272,7 +272,8 @@ def when_sound(plain: Reader) -> Reader:
 
     def read(data: bytes) -> Documents | None:
         with suppress(Exception):
-            return plain(data)
+            documents = plain(data)
+            return None if documents is None else [found for found in documents if found]
         return None
 
     return read

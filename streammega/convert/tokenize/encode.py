@@ -92,8 +92,7 @@ class BatchEncoder:
         # of all documents at once: the library encodes several texts in parallel
         texts = [text for document in parts for text, _, _ in document]
         ids = self._encode(texts) if texts else []
-        keeps_empty = self.options.keep_empty and self._chat is None
-        if not keeps_empty and not all(map(len, ids)):
+        if not all(map(len, ids)):
             parts, ids, kept = self._without_empty(parts, ids, skipped)
             numbers = [numbers[row] for row in kept]
         tokens = self._pack(parts, ids, source_bytes)
@@ -276,7 +275,7 @@ class BatchEncoder:
         if self._split is not None:
             texts = [(part, mode) for text, mode in texts for part in self._split(text) if part]
         if not any(text for text, _ in texts):
-            return [("", texts[-1][1] if texts else 0)] if self.options.keep_empty else []
+            return []
         kept = [(text, mode) for text, mode in texts if text]
         last_text, last_mode = texts[-1]
         if self.options.makes_modes and not last_text:
