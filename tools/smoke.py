@@ -52,7 +52,6 @@ WITHOUT_EXTRA = {
     "tokenizers": (("convert texts.jsonl out --tokenizer tokenizer.json", "convert"),),
     "sentencepiece": (("convert texts.jsonl out --tokenizer spm.model", "convert"),),
     "tiktoken": (("convert texts.jsonl out --tokenizer tiktoken:gpt2", "convert"),),
-    "pysbd": (("convert texts.jsonl out --tokenizer bytes --split-sentences en", "convert"),),
     "matplotlib": (("plot run", "plot"),),
     "ray": (("convert texts.jsonl out --tokenizer bytes --backend ray", "ray"),),
 }

@@ -304,8 +304,7 @@ class Conversion:
             remaining,
             self.execution,
             self.progress.advance,
-            # Splitting sentences is Python throughout, and holds the GIL.
-            max_threads=1 if self.options.split_sentences else MAX_THREADS,
+            max_threads=MAX_THREADS,
             work_dir=self.work_dir,
             inputs=self.inputs,
         ):

@@ -121,8 +121,6 @@ class ConvertOptions:
     or a regular expression. None: by the number of its tokens, where that is one of these; llama3.1
     has to be given, as it names other special tokens of the same number.
     """
-    split_sentences: Annotated[str | None, Flag(TEXT, metavar="LANG")] = None
-    """Make each sentence a sequence, e.g. en."""
     min_tokens: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
     """Drop documents with fewer tokens."""
     max_tokens: Annotated[int | None, Flag(DOCUMENTS)] = None

@@ -13,15 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
-from streammega.convert import ConvertOptions, convert
-from streammega.convert.documents import RawDocument
+from streammega import IndexedDataset, IndexedDatasetWriter
+from streammega.convert import convert
 from streammega.convert.options import digest_of_bytes
-from streammega.convert.tokenize.encode import BatchEncoder
 from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError, StreammegaError
@@ -240,41 +236,6 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
     dropped = convert_bytes(tmp_path / "answers", source, **options).dropped
     assert dropped.pop("sequences of other modes") > 0
     assert dropped == {"without an answer": 2, "empty": 1}, "each document has one reason"
-
-
-SIGNS = [
-    *"ab Z.!?,:'\"()[]-…\n\r\t1☝♬☄♭∯ƪ☈☉&ȸ。！؟।“”",
-    "!?",
-    "Mr. ",
-    "U.S. ",
-    "1. ",
-    "p.m. ",
-    "\n\n",
-]
-LINES = st.lists(st.sampled_from(SIGNS), max_size=40).map("".join) | st.text(max_size=40)
-
-
-@pytest.mark.guarantee("documents-format-modes")
-@pytest.mark.parametrize("language", ["en", "de", "ru", "ja", "ar", "hi"])
-@settings(max_examples=100, deadline=None)
-@given(text=LINES)
-@example(text="One. Two is ☝! Three. Is it ♬? Yes!? No ☄ one. A ♭ b. C∯ d. Last.")
-@example(text="  Indented.  Twice. \n")
-@example(text=" \n ")
-def test_sentences_make_up_the_whole_text(language: str, text: str) -> None:
-    options = ConvertOptions(tokenizer="bytes", split_sentences=language)
-    encoder = BatchEncoder(load_tokenizer("bytes"), options, StorageConfig())
-    parts = encoder.parts(RawDocument(data=text.encode(), path="a.txt"))
-    assert "".join(str(part) for part, _, _ in parts) == text
-    assert all(str(part).strip() for part, _, _ in parts) or not text.strip()
-
-
-def test_a_sentence_that_the_library_loses_is_a_sentence(tmp_path: Path) -> None:
-    sentences = ["One. ", "Two is ☝! ", "Three. ", "Is it ♬? ", "Four."]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "".join(sentences)}])
-    convert_bytes(tmp_path / "out", path, split_sentences="en", append_eod=False)
-    stored = [bytes(ids).decode() for ids in stored_ids(tmp_path / "out")]
-    assert stored == sentences
 
 
 def bpe(**options: Any) -> Tokenizer:

@@ -39,7 +39,6 @@ from tests.support.builders import (
 )
 from tests.support.data.make_peers import TEXTS, tokens
 from tests.support.servers import S3
-from tests.support.typed import all_tokens
 
 PEERS = Path(__file__).parents[1] / "support" / "data" / "peers"
 EOD = 256
@@ -396,18 +395,6 @@ def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> 
     assert [t.tolist() for t, _ in IndexedDataset(str(tmp_path / "answers"))[:]] == [
         [*b"yes", EOD], [*b"x", EOD],
     ]  # fmt: skip
-
-
-@pytest.mark.guarantee("documents-format-modes")
-def test_sentences_are_sequences(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Dr. Smith came. He saw.")
-    convert_bytes(tmp_path / "out", tmp_path / "a.txt", split_sentences="en")
-    made = IndexedDataset(str(tmp_path / "out"))
-    assert [bytes(t[t < 256].astype(np.uint8)).decode().strip() for t in all_tokens(made)] == [
-        "Dr. Smith came.",
-        "He saw.",
-    ]
-    assert made.document_indices.tolist() == [0, 2]
 
 
 @pytest.mark.guarantee("left-out-counted")

@@ -484,7 +484,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shuffled": {"shuffle_seed": 3, "bos": "<s>"},
     "keep_modes": {"text_keys": ("text:1",), "keep_modes": (0,)},
     "another mode": {"text_keys": ("text:1",), "keep_modes": (1,), "on_error": "skip"},
-    "sentences": {"split_sentences": "en"},
 }
 
 

@@ -39,7 +39,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--bos <b>": {"bos": "<b>"},
     "--add-special-tokens": {"add_special_tokens": True},
     "--tiktoken-pattern gpt2": {"tiktoken_pattern": "gpt2"},
-    "--split-sentences en": {"split_sentences": "en"},
     "--dtype int32": {"dtype": "int32"},
     "--min-tokens 2": {"min_tokens": 2},
     "--max-tokens 9 --max-tokens-policy drop": {"max_tokens": 9, "max_tokens_policy": "drop"},

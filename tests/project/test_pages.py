@@ -278,7 +278,6 @@ FEATURES = {
     "oss2": "oss",
     "prometheus_client": "metrics",
     "pyarrow": "convert",
-    "pysbd": "convert",
     "ray": "ray",
     "sentencepiece": "convert",
     "tiktoken": "convert",

@@ -27,7 +27,6 @@ from streammega.dataset.conversations import load_record, messages_of, not_utf8,
 from streammega.dataset.idx import smallest_dtype
 from streammega.dataset.provenance import collect_origins
 from streammega.errors import ConfigError, ConvertError, FormatError
-from streammega.errors.extras import import_extra
 from streammega.storage.fork_lock import process_lock
 
 NO_TOKENIZER = (
@@ -72,9 +71,6 @@ class BatchEncoder:
                 f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of "
                 f"{tokenizer.name}; use {smallest_dtype(tokenizer.vocab_size)}"
             )
-        self._split: Callable[[str], list[str]] | None = None
-        if options.split_sentences:
-            self._split = _sentence_splitter(options.split_sentences)
 
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
         """Encode.
@@ -272,8 +268,6 @@ class BatchEncoder:
             record = _record(document)
             for key, mode in self.options.key_modes:
                 texts += [(text, mode) for text in texts_at(record, key, document.where)]
-        if self._split is not None:
-            texts = [(part, mode) for text, mode in texts for part in self._split(text) if part]
         if not any(text for text, _ in texts):
             return []
         kept = [(text, mode) for text, mode in texts if text]
@@ -316,34 +310,6 @@ def _decode(document: RawDocument) -> str:
         if member and format_of(archive) == "tar":
             remedy = "name another member by --tar-member"
         raise not_utf8(document.where, error, remedy) from None
-
-
-def _sentence_splitter(language: str) -> Callable[[str], list[str]]:
-    """A function that gives the sentences of a text, each with the blanks after it, or before the
-    first one. Together they are the text.
-    """
-    pysbd = import_extra("pysbd", "convert", "splitting into sentences needs pysbd")
-    try:
-        segmenter = pysbd.Segmenter(language=language, clean=False, char_span=True)
-    except ValueError as error:
-        raise ConfigError(f"split_sentences {language!r}: {error}") from None
-
-    def split(text: str) -> list[str]:
-        parts = []
-        end = 0
-        # The library loses sentences with signs that it uses itself, and finds others twice.
-        for span in segmenter.segment(text):
-            parts += [text[end : span.start], text[max(end, span.start) : span.end]]
-            end = span.end
-        sentences = [""]
-        for part in (*parts, text[end:]):
-            if part.strip() and sentences[-1].strip():
-                sentences.append(part)
-            else:
-                sentences[-1] += part
-        return sentences
-
-    return split
 
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
