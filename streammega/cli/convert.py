@@ -120,7 +120,7 @@ def convert(
     show_report(done.as_dict(words) if as_json else done.summary(), as_json=as_json)
 
 
-@with_flags(ConvertOptions, only=("include", "exclude", "read_as", "hf_split", "on_error"))
+@with_flags(ConvertOptions, only=("include", "exclude", "hf_split", "on_error"))
 def list_inputs(
     inputs: Inputs,
     as_json: AsJson = False,

@@ -43,11 +43,6 @@ class ConvertOptions:
     """
     exclude: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Leave such files and folders out of folders and globs; repeat for more."""
-    read_as: Annotated[Literal["text", "lines", "json"] | None, Flag(INPUTS, "--as")] = None
-    """How plain text and files of unknown suffix are read: a file is one text, each line is one, or
-    JSON records. JSON, CSV, Parquet, archives and tokens stay what their suffix says. None: plain
-    text is one text a file, and unknown suffixes are refused.
-    """
     hf_split: Annotated[str | None, Flag(INPUTS, metavar="NAME")] = None
     """Read only files of this split, by their names (train, validation, test, ...); all: of every
     split. Of several such names on a path the last counts. None: inputs of several splits are an

@@ -150,7 +150,7 @@ def convert(
             destination = Destination(prefix, options.format, storage)
             Publisher(destination, work_dir, "").check([], overwrite=overwrite)
             check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "")
-            pipes = stack.enter_context(pipes_as_files(inputs, work_dir, options.read_as))
+            pipes = stack.enter_context(pipes_as_files(inputs, work_dir))
         conversion = plan(
             [pipes.get(name, name) for name in inputs],
             output,

@@ -186,7 +186,7 @@ def test_a_list_may_begin_with_a_byte_order_mark_and_holds_no_pipes(tmp_path: Pa
         found(f"@{root}/list")
 
 
-@pytest.mark.parametrize("options", [{}, {"read_as": "text"}, {"hf_split": "train"}])
+@pytest.mark.parametrize("options", [{}, {"hf_split": "train"}])
 def test_a_list_without_a_name_is_an_error(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# none yet\n\n")
     with pytest.raises(ConfigError, match="no inputs are named"):

@@ -172,7 +172,7 @@ def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
 
 
 def test_every_format_is_among_what_is_tested_here(tmp_path: Path) -> None:
-    found = {"lines", "csv", "raw", "npy"}  # have tests of their own
+    found = {"csv", "raw", "npy"}  # have tests of their own
     for number, make in enumerate([*TEXT_INPUTS.values(), *TOKEN_INPUTS.values()]):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -22,7 +22,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--text-key a --text-key b:1": {"text_keys": ("a", "b:1")},
     "--include *.txt --include b": {"include": ("*.txt", "b")},
     "--exclude c": {"exclude": ("c",)},
-    "--as lines": {"read_as": "lines"},
     "--hf-split train": {"hf_split": "train"},
     "--tar-member txt": {"tar_member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},

@@ -1,4 +1,4 @@
-"""What a file is read as: by its suffix, by `--as`, or not at all."""
+"""What a file is read as: by its suffix, or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streammega.cli.main import main
 from streammega.cli.render import as_text
 from streammega.convert import ConvertReport
 from streammega.convert.read.formats import format_of
-from streammega.errors import ConfigError, ConvertError
+from streammega.errors import ConvertError
 from tests.support.builders import convert_bytes, stored_texts, write_tar
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
@@ -63,7 +63,7 @@ def test_an_unknown_suffix_is_refused_with_what_to_do(name: str, tmp_path: Path)
     path = written(tmp_path / name, RECORDS)
     assert format_of(name) == "unknown"
     for named in (path, tmp_path / "*"):
-        with pytest.raises(ConvertError, match=rf"{name}'.*--as text .*, lines .* or json"):
+        with pytest.raises(ConvertError, match=rf"{name}'.*\.txt .* or \.jsonl"):
             convert_to(tmp_path, named)
 
 
@@ -72,7 +72,7 @@ def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
 ) -> None:
     for name in UNKNOWN:
         written(tmp_path / "in" / "below" / name, RECORDS)
-    with pytest.raises(ConvertError, match=r"--as text"):
+    with pytest.raises(ConvertError, match="names no format"):
         convert_to(tmp_path, tmp_path / "in")
     written(tmp_path / "in" / "b.jsonl", RECORDS)
     report = convert_to(tmp_path, tmp_path / "in")
@@ -81,91 +81,13 @@ def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
     assert "of unknown suffix: 6" in as_text(report.summary())
 
 
-@pytest.mark.parametrize(
-    ("read_as", "documents"),
-    [
-        ("text", [RECORDS.decode()]),
-        ("lines", RECORDS.decode().splitlines()),
-        ("json", ["one", "two"]),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.jsonl.1", "corpus", "a.dat.gz", "a.txt"])
-def test_files_are_read_as_they_are_said_to_be(
-    name: str, read_as: str, documents: list[str], tmp_path: Path
-) -> None:
-    pack: Callable[[bytes], bytes] = gzip.compress if name.endswith("gz") else bytes
-    convert_to(tmp_path, written(tmp_path / "in" / name, pack(RECORDS)), read_as=read_as)
-    assert made(tmp_path) == documents
-    written(tmp_path / "in" / "z.jsonl", b'{"text": "known"}\n')
-    convert_to(tmp_path, tmp_path / "in", read_as=read_as)
-    assert made(tmp_path) == [*documents, "known"], "its own suffix says what it is"
-
-
-def test_saying_how_to_read_nothing_is_an_error(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", RECORDS)
-    with pytest.raises(ConfigError, match=r"--as\) is 'text', but .*a\.jsonl"):
-        convert_to(tmp_path, path, read_as="text")
-    with pytest.raises(ConfigError, match="must be one of text, lines, json"):
-        convert_to(tmp_path, path, read_as="csv")
-
-
-def test_json_of_unknown_suffix_may_be_an_array(tmp_path: Path) -> None:
-    path = written(tmp_path / "corpus", b'[{"text": "one"},\n {"text": "two"}]')
-    convert_to(tmp_path, path, read_as="json")
-    assert made(tmp_path) == ["one", "two"]
-
-
-@pytest.mark.parametrize("unit", [3, 7, 1 << 20])
-def test_each_line_is_a_text_however_the_file_is_cut(
-    unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", unit)
-    data = "\ufeffeins\r\nzwei é\n\n  drei\nvier".encode()
-    report = convert_to(tmp_path, written(tmp_path / "a.txt", data), read_as="lines")
-    assert made(tmp_path) == ["eins", "zwei é", "  drei", "vier"]
-    assert report.dropped == {"empty": 1}
-
-
-def test_a_line_that_is_no_text_is_named_by_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 10)
-    path = written(tmp_path / "a.txt", b"good\n" * 40 + b"\xff\n" + b"good\n")
-    with pytest.raises(ConvertError, match=r"a\.txt:41: is not UTF-8 text \(byte 0\)"):
-        convert_to(tmp_path, path, read_as="lines")
-    report = convert_to(tmp_path, path, read_as="lines", on_error="skip")
-    assert (report.documents, report.dropped) == (41, {"broken record": 1})
-
-
-@pytest.mark.parametrize("read_as", ["lines", "text", "json"])
-def test_stdin_is_read_as_it_is_said_to_be(
-    read_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path / "given", RECORDS)
-    with open(path, "rb") as file:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
-        convert_to(tmp_path, Path("-"), read_as=read_as)
-    assert len(made(tmp_path)) == (1 if read_as == "text" else 2)
-
-
 def test_stdin_that_begins_like_nothing_known_is_refused_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open(written(tmp_path / "given", b"a line\n"), "rb") as file:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
-        with pytest.raises(ConvertError, match=r"stdin: begins with .*--as text"):
+        with pytest.raises(ConvertError, match=r"stdin: begins with .*save it to a file"):
             convert_to(tmp_path, Path("-"))
-
-
-def test_the_command_line_says_how_files_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(written(tmp_path / "corpus", RECORDS))
-    command = ["convert", path, str(tmp_path / "made" / "out"), "--tokenizer", "bytes"]
-    assert main(command) == 1
-    assert "--as text" in capsys.readouterr().err
-    assert main([*command, "--as", "lines"]) == 0
-    assert made(tmp_path) == RECORDS.decode().splitlines()
 
 
 # --- CSV ------------------------------------------------------------------------------------------
@@ -235,12 +157,6 @@ def test_a_cell_may_be_longer_than_a_block(tmp_path: Path) -> None:
     long = "x, y\n" * 700_000
     convert_to(tmp_path, table(tmp_path / "a.csv", [["text"], [long], ["short"]]))
     assert made(tmp_path) == [long, "short"]
-
-
-def test_records_of_json_lines_may_be_of_any_suffix_but_not_their_list(tmp_path: Path) -> None:
-    written(tmp_path / "list", str(written(tmp_path / "corpus", RECORDS)).encode())
-    convert_to(tmp_path, Path(f"@{tmp_path}/list"), read_as="json")
-    assert made(tmp_path) == [json.loads(line)["text"] for line in RECORDS.splitlines()]
 
 
 # --- names from inputs ----------------------------------------------------------------------------

@@ -447,7 +447,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         stream_order.MAX_BLOCK_BYTES,
         256 << 10,
     ),
-    ("README", "`convert` reads twelve formats", len(FORMATS), 12),
+    ("README", "`convert` reads eleven formats", len(FORMATS), 11),
     (
         "storage",
         "is read again every five minutes",

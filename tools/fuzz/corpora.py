@@ -200,13 +200,6 @@ def _csv(data: bytes) -> Documents | None:
     return [_ids(row[place]) for row in rows]
 
 
-def _lines(data: bytes) -> Documents | None:
-    if b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
-        return None
-    lines = data.split(b"\n")
-    return [_ids(line.decode()) for line in (lines if lines[-1] else lines[:-1])]
-
-
 def _text(data: bytes) -> Documents | None:
     return None if data.startswith(b"\xef\xbb\xbf") else [_ids(data.decode())]
 
@@ -377,7 +370,6 @@ FORMATS: dict[str, tuple[str, str, Callable[[], list[bytes]], Reader]] = {
     "jsonl": (".jsonl", "jsonl", lambda: [_jsonl_seed()], _jsonl),
     "json": (".json", "jsonl", lambda: [json.dumps(RECORDS, indent=1).encode()], _json),
     "csv": (".csv", "csv", lambda: [_csv_seed()], _csv),
-    "lines": (".txt", "lines", lambda: ["\n".join(TEXTS).encode()], _lines),
     "text": (".txt", "text", lambda: [text.encode() for text in TEXTS], _text),
     "parquet": (".parquet", "parquet", _parquet_seeds, _parquet),
     "arrow": (".arrow", "arrow", _arrow_seeds, _arrow),

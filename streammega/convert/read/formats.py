@@ -34,7 +34,6 @@ from streammega.convert.read.text import (
     cut_lines,
     read_json,
     read_text,
-    read_text_lines,
 )
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
@@ -99,7 +98,6 @@ FORMATS = {
         (*PROSE_SUFFIXES, *MARKUP_SUFFIXES, *CODE_SUFFIXES),
         has_text=True,
     ),
-    "lines": Format(read_text_lines, cut=cut_lines, has_text=True),
     "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True),
     "csv": Format(read_csv, (".csv", ".tsv"), has_text=True),
     "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow"),
@@ -117,8 +115,6 @@ FORMATS = {
     "litdata": Format(read_litdata, cut=keep_folder),
 }
 BY_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known.suffixes}
-FORMAT_READ_AS = {"text": "text", "lines": "lines", "json": "jsonl"}
-"""The formats that `--as` names: a file is one text, a text a line, or a JSON record a line."""
 
 
 def format_of(path: str) -> str:

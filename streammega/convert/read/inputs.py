@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.convert.options import ConvertOptions, digest_of_json
-from streammega.convert.read.formats import FORMAT_READ_AS, format_of
+from streammega.convert.read.formats import format_of
 from streammega.convert.read.selection import (
     OwnOutput,
     SkippedFiles,
@@ -79,8 +79,8 @@ def find_inputs(
 
     Raises ObjectNotFoundError for an input that is not there; ConvertError for a folder without
     files, for what cannot be listed (unless `on_error` is "skip"), for a file whose suffix names no
-    format (unless `read_as` says it), and for files of several splits (unless `hf_split` names
-    one); ConfigError for no inputs, and for a `read_as` without a file.
+    format, and for files of several splits (unless `hf_split` names one); ConfigError for no
+    inputs.
     """
     storage = storage or StorageConfig()
     options = options or ConvertOptions()
@@ -110,15 +110,7 @@ def find_inputs(
             " or ".join(map(repr, sorted(unmatched))),
         )
     files = drop_repeats(files, skipped)
-    files = keep_one_split(files, options.hf_split, skipped)
-    read_as = FORMAT_READ_AS.get(options.read_as or "")
-    of_plain_suffix = [item for item in files if format_of(item.path) in ("text", "unknown")]
-    if read_as is not None and not any(item.format == read_as for item in of_plain_suffix):
-        raise ConfigError(
-            f"read_as (--as) is {options.read_as!r}, but the suffixes of all inputs name another "
-            f"format ({files[0].path!r}); leave it out"
-        )
-    return files
+    return keep_one_split(files, options.hf_split, skipped)
 
 
 def describe_inputs(inputs: Sequence[Input]) -> list[dict[str, Any]]:
@@ -203,7 +195,7 @@ def _inputs_of(
     for ending in endings:
         row = None if item.endswith("/") else place.file(place.name + ending)
         if row is not None:
-            files = keep_known_formats(_Files([row], place).inputs(), options.read_as, None)
+            files = keep_known_formats(_Files([row], place).inputs(), None)
             _refuse_tables(files, place, os.path.dirname(row.path), tables)
             return files
     if not is_remote(item) and os.path.exists(place.name) and not place.is_folder(place.name):
@@ -226,7 +218,7 @@ def _inputs_of(
     rows = choose_files(rows, root, pattern, options, left_out)
     files = _Files(rows, place, left_out, known).inputs()
     _refuse_tables(files, place, root, tables, [table for log in logs if (table := table_of(log))])
-    files = keep_known_formats(files, options.read_as, None if pattern else left_out)
+    files = keep_known_formats(files, None if pattern else left_out)
     # among files of other formats, a dataset was perhaps made of them
     datasets = [item for item in files if item.is_dataset]
     if any(item.format != "megatron" for item in files):

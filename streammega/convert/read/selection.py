@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.formats import FORMAT_READ_AS, format_of
+from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import FILE, FOLDERS, Row, path_below, shows_hidden
 from streammega.dataset.names import MANIFEST, could_belong_to, strip_suffix
@@ -242,25 +242,16 @@ def drop_inputs(
     return [item for item in inputs if id(item) not in left_out]
 
 
-def keep_known_formats(
-    inputs: list[Input], read_as: str | None, skipped: SkippedFiles | None
-) -> list[Input]:
-    """The inputs in the formats that their suffixes or `read_as` say. Others are counted in
-    `skipped` if inputs of known formats are there, else they are an error.
+def keep_known_formats(inputs: list[Input], skipped: SkippedFiles | None) -> list[Input]:
+    """The inputs whose suffixes say their formats. Others are counted in `skipped` if inputs of
+    known formats are there, else they are an error.
     """
-    if read_as is not None:
-        return [
-            replace(item, format=FORMAT_READ_AS[read_as])
-            if item.format in ("text", "unknown")
-            else item
-            for item in inputs
-        ]
     unknown = [item for item in inputs if item.format == "unknown"]
     if unknown and (skipped is None or len(unknown) == len(inputs)):
         raise ConvertError(
-            f"{unknown[0].path!r}: its suffix names no format that is known; say how it is read: "
-            f"--as text (the file is one text), lines (a text a line) or json (a JSON record a "
-            f"line), or leave it out of a folder or glob by --exclude"
+            f"{unknown[0].path!r}: its suffix names no format that is known; give it another name, "
+            f".txt (the file is one text) or .jsonl (a JSON record a line) for instance, or leave it "
+            f"out of a folder or glob by --exclude"
         )
     return drop_inputs(inputs, unknown, "of unknown suffix", skipped)
 

@@ -42,14 +42,12 @@ def is_pipe(item: str) -> bool:
 
 
 @contextmanager
-def pipes_as_files(
-    inputs: Sequence[str], work_dir: WorkDir, read_as: str | None = None
-) -> Iterator[dict[str, str]]:
+def pipes_as_files(inputs: Sequence[str], work_dir: WorkDir) -> Iterator[dict[str, str]]:
     """The files of the work folder that hold the bytes of each pipe among the inputs.
 
-    Errors within the block name pipes, not these files, and remove them. read_as: what the pipes
-    hold, else the way they begin says it. Raises ConfigError for a terminal, a pipe that is named
-    twice and a work folder that is not on this machine, ConvertError for an unknown format.
+    Errors within the block name pipes, not these files, and remove them. The way that a pipe begins
+    says its format. Raises ConfigError for a terminal, a pipe that is named twice and a work folder
+    that is not on this machine, ConvertError for an unknown format.
     """
     pipes = [item for item in inputs if is_pipe(item)]
     if work_dir.is_remote:
@@ -63,7 +61,7 @@ def pipes_as_files(
     kept: dict[str, str] = {}
     try:
         for number, item in enumerate(pipes):
-            kept[item] = _save(item, number, work_dir, read_as)
+            kept[item] = _save(item, number, work_dir)
         yield kept
     except BaseException as error:  # Ctrl-C, too: a pipe may be endless
         forget_pipes(work_dir)
@@ -92,15 +90,14 @@ def forget_pipes(work_dir: WorkDir) -> None:
         os.unlink(path)
 
 
-def _save(item: str, number: int, work_dir: WorkDir, read_as: str | None) -> str:
+def _save(item: str, number: int, work_dir: WorkDir) -> str:
     """Read a pipe to its end into a file, whose suffixes say its format and its compression."""
     log.info("%s is read to its end, into %s", _name(item), work_dir.url)
     try:
         with _open(item) as pipe:
             head = pipe.read(READ_BYTES)
             packed = compression_of_bytes(head)
-            # a file without a suffix is read as `--as` says
-            suffix = _suffix(head, packed, item) if read_as is None else ""
+            suffix = _suffix(head, packed, item)
             kept = work_dir.file(f"{KEPT_INPUT}{number}{suffix}{packed}")
             with open(kept, "wb") as file:
                 file.write(head)
@@ -137,6 +134,5 @@ def _suffix(head: bytes, packed: str, item: str) -> str:
                 return known.suffixes[0]
     raise ConvertError(
         f"{_name(item)}: begins with {head[:SIGN_BYTES]!r}, which is neither JSON nor Parquet, "
-        f"Arrow or tar; say how it is read: --as text (one text), lines (a text a line) or json, or "
-        f"save it to a file whose suffix says it"
+        f"Arrow or tar; save it to a file whose suffix says what it is"
     )

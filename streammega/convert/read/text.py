@@ -66,12 +66,6 @@ def read_text(source: Source) -> Iterator[RawDocument]:
     yield RawDocument(data=b"".join(parts).removeprefix(BYTE_ORDER_MARK), path=item.path)
 
 
-def read_text_lines(source: Source) -> Iterator[RawDocument]:
-    """A text a line."""
-    with source.open() as file:
-        yield from _documents_of_lines(file, b"", source, is_json=False)
-
-
 def read_json(source: Source) -> Iterator[RawDocument]:
     """JSON records: a record a line, or `read_values`."""
     with source.open() as file:
@@ -81,7 +75,7 @@ def read_json(source: Source) -> Iterator[RawDocument]:
             if not holds_lines(head):
                 yield from read_values(head, file, source.path, source.options)
                 return
-        yield from _documents_of_lines(file, head, source, is_json=True)
+        yield from _records_of_lines(file, head, source)
 
 
 def cut_lines(
@@ -104,7 +98,7 @@ def cut_lines(
 
 
 def _has_lines(item: Input, storage: StorageConfig) -> bool:
-    if item.format == "lines" or format_suffix(item.path) in JSON_LINES_SUFFIXES:
+    if format_suffix(item.path) in JSON_LINES_SUFFIXES:
         return True
     try:
         system, name = file_system(item.url, storage)
@@ -115,10 +109,8 @@ def _has_lines(item: Input, storage: StorageConfig) -> bool:
         raise ConvertError(unreadable(item.path, error, storage)) from None
 
 
-def _documents_of_lines(
-    file: Any, head: bytes, source: Source, *, is_json: bool
-) -> Iterator[RawDocument]:
-    """The documents of the lines that begin within a slice. head: bytes that were read already."""
+def _records_of_lines(file: Any, head: bytes, source: Source) -> Iterator[RawDocument]:
+    """The records of the lines that begin within a slice. head: bytes that were read already."""
     piece = source.piece
     path = source.path
     position = piece.start
@@ -148,12 +140,7 @@ def _documents_of_lines(
             yield RawDocument(data=b"", path=path, line=line, offset=offset, size=data.size)
             position += data.size
             continue
-        if not is_json:
-            text = data.removesuffix(b"\n").removesuffix(b"\r")
-            if position == 0:
-                text = text.removeprefix(BYTE_ORDER_MARK)
-            yield RawDocument(data=text, path=path, line=line, offset=offset, size=len(data))
-        elif record := data.strip():
+        if record := data.strip():
             if line == 1 and record in OPENINGS and source.options.on_error == "stop":
                 raise ConvertError(
                     f"{path}:1: is no record; an array, or records over several lines? call the "

@@ -301,8 +301,6 @@ def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        if document.line or document.offset >= 0:  # a line of a file, whose other lines may be text
-            raise not_utf8(document.where, error) from None
         # It is read as one text, and may be an image for instance.
         archive, _, member = document.where.partition("!")
         name = document.where.rpartition("/")[2]
