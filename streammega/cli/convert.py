@@ -230,5 +230,3 @@ def _input_storage(
     if output_scheme and all(scheme_of(name) not in ("", output_scheme) for name in inputs):
         return StorageConfig()
     return output_storage
-
-
