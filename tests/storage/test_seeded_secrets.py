@@ -302,8 +302,6 @@ def commands(
         ["describe", f"{root}/web", "--json", *storage],
         ["describe", f"{root}/web", *storage],
         ["gc", f"{root}/web", *storage],
-        ["append", f"{root}/all", f"{root}/web", *storage],
-        ["versions", f"{root}/all", *storage],
         ["cat", f"{root}/web#0", "--ids", *storage],
         ["order-report", f"{root}/web", "--sequence-length", "16", "--steps", "2", *storage],
         ["doctor", f"{root}/web", "--seconds", "2", *storage],
