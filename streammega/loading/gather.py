@@ -173,6 +173,7 @@ class Assembler:
     """
 
     def __init__(self, steps: MicroSteps, plan: ReadPlan, allocate: Allocate | None) -> None:
+        self._steps = steps
         self._config = steps.config
         self._names = field_names(steps.samples)
         self._batch_rows = steps.micro_batch_size * plan.planner.kept.rows_of_sample
@@ -191,6 +192,10 @@ class Assembler:
             fields = {"ids": group.ids[samples], "valid": group.valid[samples]}
             if group.learned is not None:
                 fields["learned"] = group.learned[samples]
+            if self._config.return_dataset_ids:
+                # not those of the rows, for parts of short samples have none
+                ids = self._steps.dataset_ids(np.array(group.consumed[first:last]))
+                fields["dataset_id"] = torch.from_numpy(ids.reshape(-1))
             columns = {name: field.chunk(last - first) for name, field in fields.items()}
             batches = [
                 dict(zip(columns, values, strict=True))

@@ -76,7 +76,7 @@ class StreamLoader:
             [micro_batch_size], the number of ids of each sample that are not padding}. All other
             fields can be derived from them on the device. If modes make the loss mask, or documents
             are excluded, there is also "learned", a bool for each id. A label whose id is not learned
-            has no loss.
+            has no loss. With `return_dataset_ids` there is "dataset_id".
         cp_rank, cp_size: with ids_only, read only the parts of each sample that this context-parallel
             rank keeps: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is
             [2 * micro_batch_size, P + 1], with the two parts of a sample one after the other.
@@ -133,11 +133,6 @@ class StreamLoader:
                 "ids_only batches do not contain the bounds of sequences, which "
                 "inter_document_masking needs. Leave one of the two out, or set "
                 "reset_attention_mask, which uses eod_id"
-            )
-        if ids_only and config.return_dataset_ids:
-            raise ConfigError(
-                "ids_only batches do not contain dataset ids. Leave return_dataset_ids out, and call "
-                "loader.dataset.dataset_ids(consumed), which works on every rank"
             )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation

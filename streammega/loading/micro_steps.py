@@ -133,6 +133,15 @@ class MicroSteps:
             contiguous=ORDERS[self.config.order].has_contiguous_ranks,
         )
 
+    def dataset_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """The dataset of each sample of this rank's micro-batch in the micro-step at `consumed`.
+
+        int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token.
+        """
+        sample_ids = self.sample_ids(consumed)
+        extents = self.samples.locate(sample_ids.reshape(-1))
+        return first_datasets(extents).reshape(sample_ids.shape)
+
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
         segment = self.samples.segment_at(consumed)

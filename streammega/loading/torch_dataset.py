@@ -35,7 +35,7 @@ from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
 from streammega.samples.segments import names_in_identity
-from streammega.samples.source import SampleSource, check_fields, first_datasets
+from streammega.samples.source import SampleSource, check_fields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,9 +180,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
         int64 [..., micro_batch_size], numbered as "dataset_id" of batches. It reads no token.
         """
-        sample_ids = self.sample_ids(consumed)
-        extents = self.samples.locate(sample_ids.reshape(-1))
-        return first_datasets(extents).reshape(sample_ids.shape)
+        return self.steps.dataset_ids(consumed)
 
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""

@@ -162,6 +162,7 @@ class BatchBroadcast:
             for name in stage_fields(ranks, every_stage)
             if name.removesuffix("_whole") in field_names
         )
+        self._has_dataset_ids = config.return_dataset_ids and "labels" in self._fields
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
@@ -351,6 +352,9 @@ class BatchBroadcast:
             learned=learned,
         )
         batch = RankBatch({name: fields[name] for name in fields if name in self._fields})
+        if self._has_dataset_ids:  # each rank knows them without a message
+            dataset_ids = torch.from_numpy(self._loader.dataset.dataset_ids(pending.position))
+            batch["dataset_id"] = dataset_ids.to(ids.device, non_blocking=True)
         if counts is not None:
             batch.longest = counts.longest
         return batch

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 
 from streammega import (
     DataConfig,
+    ParallelLayout,
     PhaseConfig,
+    Ranks,
     StreamingDataset,
     StreamLoader,
     add_losses_by_source,
+    get_batch,
     source_names,
 )
-from streammega.errors import ConfigError
+from streammega.parallel import open_loader
 from tests.support.builders import write_dataset
 from tests.support.gang import on_ranks
 
@@ -88,6 +91,37 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
 
 
 @pytest.mark.guarantee("samples-tell-dataset")
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_ids_tell_their_dataset_whole_and_in_parts(
+    config: DataConfig, order: Any, cp_rank: int
+) -> None:
+    config = replace(config, order=order, shuffle_lanes=24 if order == "stream" else None)
+    parts: dict[str, Any] = {"ids_only": True, "cp_rank": cp_rank, "cp_size": 2}
+    with StreamLoader(config, **SIZES) as loader, StreamLoader(config, **SIZES, **parts) as reader:
+        for batch, part in zip(loader, reader, strict=True):
+            assert part["dataset_id"].equal(batch["dataset_id"])
+            assert (part["ids"][:, 0].long() // 100).tolist() == [
+                number for number in batch["dataset_id"].tolist() for _ in range(2)
+            ]
+
+
+@pytest.mark.guarantee("samples-tell-dataset")
+@on_ranks(4)
+def test_ranks_with_a_loss_get_dataset_ids(rank: int, config: DataConfig) -> None:
+    config = replace(config, order="stream")
+    expected = StreamingDataset(config, **SIZES, dp_size=1)
+    for layout in (ParallelLayout(tp=2, pp=2), ParallelLayout(tp=2, cp=2)):
+        ranks = Ranks(layout)
+        with open_loader(config, ranks, **SIZES) as loader:
+            for consumed in range(0, 48, 4):
+                batch = get_batch(loader, ranks)
+                assert ("dataset_id" in batch) == ranks.is_last_stage
+                if ranks.is_last_stage:
+                    assert batch["dataset_id"].equal(expected.batch(consumed)["dataset_id"])
+
+
+@pytest.mark.guarantee("samples-tell-dataset")
 def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
     blend: Any = config.blend
     web, code, math = blend
@@ -109,11 +143,6 @@ def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
             by_ranks.append([loader.take()["dataset_id"].tolist() for _ in expected])
     for ids, first, second in zip(expected, *by_ranks, strict=True):
         assert [first[0], second[0], first[1], second[1]] == ids
-
-
-def test_batches_of_ids_alone_are_refused(config: DataConfig) -> None:
-    with pytest.raises(ConfigError, match=r"dataset\.dataset_ids"):
-        StreamLoader(config, ids_only=True, **SIZES)
 
 
 @pytest.mark.guarantee("samples-tell-dataset")
