@@ -255,8 +255,7 @@ def _plan_of_a_rank(
     """What one rank would fetch for its samples.
 
     In the stream order it fetches whole blocks, one open in each lane; else each sample by itself.
-    None where a dataset has fewer blocks than lanes: lanes then share blocks, and the loader's
-    memory decides how often a block is read.
+    None where lanes share the samples of a dataset: those are fetched as a whole, or one by one.
     """
     from streammega.order.quality import fetch_plan
 
@@ -281,8 +280,8 @@ def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan |
         )
     if plan is None:
         notes.append(
-            "requests and bytes cannot be forecast: the data has fewer blocks than lanes, which "
-            "share them, and the loader reads a block far less than once for each lane"
+            "requests and bytes cannot be forecast: a dataset has fewer than 32 samples for each "
+            "lane; it is fetched once and stays in memory, or is read by the sample without room"
         )
     elif plan.amplification > FAR_MORE:
         notes.append(

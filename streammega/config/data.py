@@ -247,8 +247,8 @@ class DataConfig(FieldsConfig):
     whose open blocks take at least 128 MiB (512 lanes of 256 KiB), or of at least 4096.
     """
     shuffle_block_bytes: Annotated[int | None, Ge(1)] = None
-    """Stream order: bytes that are shuffled as one; default 128 MiB divided by the lanes of the first
-    phase, from 128 to 256 KiB.
+    """Stream order: the most bytes that are shuffled as one; default 128 MiB divided by the lanes of the
+    first phase, from 128 to 256 KiB. A dataset with fewer such blocks than lanes has smaller ones.
     """
     exclude_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids of training to leave out: whole global batches."""

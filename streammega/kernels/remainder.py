@@ -17,13 +17,15 @@ from streammega.kernels.stream import (
     draw_location,
     file_part,
     find_short_slot,
+    lane_of_run,
     num_blocks,
     part_origin,
     run_bounds,
+    run_of_lane,
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py 2c72df4e
+# compiled with stream.py 01bf68e4
 
 INTERVAL = np.dtype(
     [
@@ -57,7 +59,7 @@ def unread_intervals(drawn, datasets, d, intervals):
     newest = np.int64(-1)
     for lane in range(row.lanes):
         if drawn[lane] > 0:
-            _, run_length = run_bounds(row, lane // group)
+            _, run_length = run_bounds(row, run_of_lane(row, lane))
             newest = max(newest, ((drawn[lane] - 1) * group + lane % group) // run_length)
     if newest < 0:
         return 0
@@ -68,7 +70,8 @@ def unread_intervals(drawn, datasets, d, intervals):
     for run in range(row.lanes // group):
         start, run_length = run_bounds(row, run)
         last = np.int64(-1)
-        for lane in range(run * group, (run + 1) * group):
+        first_lane = np.int64(0) if group > 1 else lane_of_run(row, run)
+        for lane in range(first_lane, first_lane + group):
             if drawn[lane] > 0:
                 last = max(last, (drawn[lane] - 1) * group + lane % group)
         rotation = bounded(keyed(dataset_key, KEY_ROTATIONS, run, 0), run_length)
@@ -79,7 +82,7 @@ def unread_intervals(drawn, datasets, d, intervals):
             _, slot_low, slot_high = block_at(row, place, short_slot)
             _, range_end = block_range(place, start, run_length, rotation, slot_low, slot_high)
             touched = turned + range_end - place
-        for lane in range(run * group, (run + 1) * group):
+        for lane in range(first_lane, first_lane + group):
             ahead = newest * run_length + touched - lane % group
             stop = (ahead + group - 1) // group
             if drawn[lane] < stop:

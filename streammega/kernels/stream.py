@@ -34,7 +34,7 @@ DATASET = np.dtype(
         ("first_epoch", np.int64),  # in keys: the epoch that the first draw is of
         ("size", np.int64),  # samples of an epoch
         ("block", np.int64),  # samples of a block
-        ("group", np.int64),  # lanes that share a run
+        ("group", np.int64),  # lanes that share a run: 1, or all
         ("length", np.int64),  # tokens from one sample to the next
         ("first_part", np.int64),  # its parts are [first_part, end_part)
         ("end_part", np.int64),
@@ -84,6 +84,8 @@ KEY_RANGES = 2
 KEY_ROTATIONS = 3
 KEY_OFFSETS = 4
 KEY_NODES = 5
+KEY_LONGER_RUNS = 6
+KEY_SHORTER_RUNS = 7
 
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
@@ -194,11 +196,45 @@ def _draw_of_sample(sample, key, lanes, segment, fractions, bases):
 # From a draw to its place in a run and in a block, to a sample of the dataset, to tokens of a file.
 
 
+@numba.njit(inline="always")
+def has_spread_runs(row):
+    """Whether a run is about one block, so that neighbouring runs share their blocks."""
+    return row.group == 1 and row.block == row.size // row.lanes
+
+
+@numba.njit(inline="always")
+def run_of_lane(row, lane):
+    """The run that a lane reads. Lanes next to each other are drawn in one batch, so they read runs far
+    apart where neighbouring runs share blocks. The first lanes have the longer runs.
+    """
+    if row.group > 1:
+        return np.int64(0)
+    if not has_spread_runs(row):
+        return lane
+    longer = row.size % row.lanes
+    if lane < longer:
+        return permute(lane, longer, keyed(row.key, KEY_LONGER_RUNS, row.number, 0))
+    key = keyed(row.key, KEY_SHORTER_RUNS, row.number, 0)
+    return longer + permute(lane - longer, row.lanes - longer, key)
+
+
+@numba.njit(inline="always")
+def lane_of_run(row, run):
+    """The lane that reads a run of its own: the inverse of `run_of_lane`."""
+    if not has_spread_runs(row):
+        return run
+    longer = row.size % row.lanes
+    if run < longer:
+        return permute_back(run, longer, keyed(row.key, KEY_LONGER_RUNS, row.number, 0))
+    key = keyed(row.key, KEY_SHORTER_RUNS, row.number, 0)
+    return longer + permute_back(run - longer, row.lanes - longer, key)
+
+
 @kernel
 def run_bounds(row, run):
-    """(start, length) of a run in the permuted dataset, which its group of lanes shares.
+    """(start, length) of a run in the permuted dataset.
 
-    The length is what these lanes draw in an epoch, if there is no other dataset: then the first
+    The length is what its lanes draw in an epoch, if there is no other dataset: then the first
     `size` samples are one epoch.
     """
     size = row.size
@@ -265,7 +301,7 @@ def draw_location(row, d, lane, draw, epoch_of, short_slots):
     """
     blocks = num_blocks(row)
     group = row.group
-    run = lane // group
+    run = run_of_lane(row, lane)
     run_start, run_length = run_bounds(row, run)
     place = draw * group + lane % group
     epoch = row.first_epoch + place // run_length

@@ -49,6 +49,10 @@ class StreamDataset:
         return sum(part.tokens for part in self.parts)
 
 
+MIN_RUN_SAMPLES = 32
+"""The fewest samples of a run of its own for each lane: the uses of samples differ by a 32nd at most."""
+
+
 class EpochLayout(NamedTuple):
     """Records for kernels/stream.py. Parts too short for one sample are left out.
 
@@ -83,10 +87,8 @@ class EpochLayout(NamedTuple):
         group = int(self.datasets["group"][column])
         size = int(self.datasets["size"][column])
         lane = np.arange(lanes)
-        # As in the kernels: the lanes of a run have its samples in equal shares.
-        first_lanes = np.arange(0, lanes + 1, group)
-        starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
-        run_length = np.diff(starts)[lane // group]
+        # As in the kernels: the first lanes have the longer runs.
+        run_length = size if group > 1 else size // lanes + (lane < size % lanes)
         epochs: Integers = (draws * group + lane % group) // run_length
         return epochs
 
@@ -140,19 +142,18 @@ def epoch_layout(
             f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
         )
     itemsizes = np.array([dataset.itemsize for dataset in datasets], np.int64)
-    blocks = np.maximum(shuffle_block_bytes // (length * itemsizes), 1)
-    # as many runs as lanes; with fewer blocks, the largest divisor of the lanes that gives every run
-    # a block; and one run if there are fewer samples than lanes
-    divisors = np.flatnonzero(lanes % np.arange(1, lanes + 1) == 0) + 1
-    num_blocks = -(-sizes // blocks)
-    num_runs = divisors[np.searchsorted(divisors, num_blocks, side="right") - 1]
+    largest_blocks = np.maximum(shuffle_block_bytes // (length * itemsizes), 1)
+    # A run for each lane, of at least one block. Runs differ by one sample and are drawn equally often:
+    # where they would be short, all lanes share one, of single samples, which is a full shuffle.
+    samples_of_run = sizes // lanes
+    has_one_run = samples_of_run < MIN_RUN_SAMPLES
     rows = np.zeros(len(datasets), DATASET)
     rows["key"] = key
     rows["lanes"] = lanes
     rows["number"] = numbers
     rows["size"] = sizes
-    rows["block"] = blocks
-    rows["group"] = np.where(sizes < lanes, lanes, lanes // num_runs)
+    rows["block"] = np.where(has_one_run, 1, np.minimum(largest_blocks, samples_of_run))
+    rows["group"] = np.where(has_one_run, lanes, 1)
     rows["length"] = length
     rows["first_part"] = ends_of_parts - num_parts
     rows["end_part"] = ends_of_parts

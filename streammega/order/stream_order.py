@@ -6,8 +6,9 @@ lanes.
 
 Every epoch cuts a dataset into samples: consecutive tokens of one file, shifted by a keyed offset,
 so that no token is lost in every epoch. Whole samples make blocks, which a keyed bijection
-permutes. The permuted dataset is cut into runs, each rotated by a keyed offset. A lane has a run of
-its own; when blocks are few, a group of lanes shares one. The part of a block in a run is
+permutes. The permuted dataset is cut into a run for each lane, rotated by a keyed offset. Where that
+is a block or less, lanes next to each other have runs far apart: neighbouring runs share blocks.
+Where it is few samples, all lanes share one run of single samples. The part of a block in a run is
 contiguous bytes, read in a keyed order. A binary tree of exact fractions says which dataset a lane
 draws from at a row. All of it is arithmetic on (seed, sizes, weights), so any sample can be located
 by itself.
@@ -43,7 +44,7 @@ from streammega.order.epoch_layout import (
 from streammega.order.epoch_remainder import EpochRemainder, remainder_of
 from streammega.order.extents import Extents, merge_extents
 
-STREAM_VERSION = 1
+STREAM_VERSION = 2
 """In every identity: another order needs another version."""
 OPEN_BYTES = 128 << 20
 """Bytes of the open blocks of a dataset in all lanes, by default. A single rank holds all of them.
@@ -211,7 +212,7 @@ class StreamOrder:
 
     @property
     def lanes_per_run(self) -> Integers:
-        """Lanes that share a run of each dataset, int64 [datasets]."""
+        """Lanes that share a run of each dataset, 1 or all; int64 [datasets]."""
         return self._first_layout.datasets["group"]
 
     def check(self) -> None:

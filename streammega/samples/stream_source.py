@@ -294,18 +294,14 @@ class StreamSource(SampleSource):
             is_packed=datasets[0].is_packed,
             name=f"the {self._split} split",
         )
-        extra_token = config.add_extra_token and not everything.is_packed
-        samples = dataset_samples(everything, config.sequence_length, int(extra_token))
-        # a run for each lane, so that the first ids are one epoch: at least as many blocks as lanes
-        largest = samples // lanes * config.sequence_length * everything.itemsize
         order = StreamOrder(
             datasets=[everything],
             weights=[1.0],
             sequence_length=config.sequence_length,
-            extra_token=extra_token,
+            extra_token=config.add_extra_token and not everything.is_packed,
             seed=config.seed,
             lanes=lanes,
-            shuffle_block_bytes=max(1, min(block_bytes, largest)),
+            shuffle_block_bytes=block_bytes,
         )
         order.check()
         return EpochSegment(config, self._split, files, order, datasets)

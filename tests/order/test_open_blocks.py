@@ -49,7 +49,7 @@ def test_a_block_has_the_tokens_of_its_samples_and_is_open_until_the_last(
 
 
 def test_samples_of_lanes_that_are_not_followed_are_refused() -> None:
-    part = FilePart(file=0, start=0, tokens=2000)
+    part = FilePart(file=0, start=0, tokens=3000)
     order = StreamOrder(
         datasets=[StreamDataset(parts=[part], itemsize=2)],
         weights=[1.0],

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_order import StreamOrder, default_block_bytes, default_lanes
 from streammega.samples.stream_source import StreamSource
-from tests.order.test_phases import chain_of
+from tests.order.test_phases import chain_of, golden_order
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -121,6 +123,55 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
         assert len(set(rows(found))) == length, "a run gives a sample twice in one epoch"
         seen += mine
     assert len(seen) == size
+
+
+@pytest.mark.guarantee("small-data-shuffled")
+@given(order=orders(), epochs=st.integers(1, 5))
+def test_samples_are_used_equally_often(order: StreamOrder, epochs: int) -> None:
+    """A lane has a run of at least 32 samples, or all lanes have one."""
+    size = int(order.layout.datasets["size"][0])
+    shared = order.lanes_per_run[0] == order.lanes
+    assert shared or size // order.lanes >= 32
+    uses = order.locate(np.arange(epochs * size))
+    samples = Counter(zip(uses.file.tolist(), starts_in_epoch(order, uses), strict=True))
+    assert len(samples) == size
+    assert max(samples.values()) <= epochs + (not shared)
+    assert min(samples.values()) >= epochs - (not shared)
+
+
+def starts_in_epoch(order: StreamOrder, found: Extents) -> list[int]:
+    """The number of each sample in its part, whatever the offset of its epoch."""
+    start_of_file = np.array([part.start for part in order.datasets[0].parts])
+    starts = found.start - start_of_file[found.file]
+    numbers: list[int] = (starts // order.sequence_length).tolist()
+    return numbers
+
+
+@pytest.mark.guarantee("small-data-shuffled")
+@pytest.mark.parametrize("tokens", [200_000, 2_000_000, 7_000_000, 33_000_000, 66_000_000])
+@pytest.mark.parametrize("length", [128, 2048, 131_072])
+def test_a_batch_of_a_small_dataset_comes_from_everywhere(tokens: int, length: int) -> None:
+    """Distinct places in a batch, and in eight, beside a full shuffle: with the default lanes."""
+    size = 64
+    part = FilePart(file=0, start=0, tokens=tokens)
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[part], itemsize=2)], weights=[1.0], sequence_length=length,
+        extra_token=True, seed=7, lanes=default_lanes(size, None),
+    )  # fmt: skip
+    samples = (tokens - 1) // length
+    if samples < 2 * size:
+        pytest.skip("not two batches an epoch")
+    rng = np.random.default_rng(0)
+    batches = min(samples // size, 400)
+    places = order.locate(np.arange(batches * size)).start * 2 >> 18
+    full = rng.permutation(samples)[: batches * size] * length * 2 >> 18
+    for together, least in ((1, 0.9), (8, 0.85)):
+        windows = max(1, batches // together)
+        distinct = [
+            sum(len(np.unique(window)) for window in np.array_split(column, windows))
+            for column in (places, full)
+        ]
+        assert distinct[0] >= least * distinct[1]
 
 
 @pytest.mark.guarantee("1-batch-function")
@@ -636,26 +687,91 @@ def test_golden_stream_order() -> None:
     """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the
     CHANGELOG.
     """
-    parts = [FilePart(file=0, start=0, tokens=901), FilePart(file=1, start=7, tokens=333)]
-    order = StreamOrder(
-        datasets=[
-            StreamDataset(parts=parts, itemsize=2),
-            StreamDataset(parts=parts[1:], itemsize=2),
-        ],
-        weights=[0.7, 0.3],
-        sequence_length=10,
-        extra_token=True,
-        seed=1234,
-        lanes=8,
-        shuffle_block_bytes=100,
-    )
-    found = order.locate(np.arange(0, 400, 25))
+    order = golden_order()
+    found = order.locate(np.arange(0, 1600, 50))
     assert found.dataset.tolist() == GOLDEN_DATASETS
+    assert found.file.tolist() == GOLDEN_FILES
     assert found.start.tolist() == GOLDEN_STARTS
+    digest = blake2b(digest_size=8)
+    whole = order.locate(np.arange(20_000))
+    for column in (whole.dataset, whole.file, whole.start, whole.stop):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
+    assert digest.hexdigest() == GOLDEN_DIGEST
 
 
-GOLDEN_DATASETS = [0, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0]
-GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 560, 47, 127]
+GOLDEN_DATASETS = [
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    2,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    2,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    2,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    2,
+    0,
+]
+GOLDEN_FILES = [
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    1,
+    1,
+    0,
+    0,
+    1,
+    1,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    0,
+    1,
+]
+GOLDEN_STARTS = [
+    8340, 6780, 407, 2797, 8470, 7330, 139, 2847, 8300, 7910, 17, 1117, 3247, 7860, 249, 1217,
+    3237, 7650, 217, 1187, 1760, 7560, 17, 447, 1870, 3740, 3375, 347, 1580, 3690, 267, 47,
+]  # fmt: skip
+GOLDEN_DIGEST = "7029aec4bd69e609"
 
 
 # --- ramp-up --------------------------------------------------------------------------------------------------------------
