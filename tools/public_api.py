@@ -120,7 +120,9 @@ def with_signature(start: str, function: Any) -> list[str]:
     """The lines of a function; each parameter has its own where they do not fit one line."""
     signature = inspect.signature(function)
     parameters = [
-        item.replace(annotation=shown(item.annotation)) for item in signature.parameters.values()
+        item.replace(annotation=shown(item.annotation))
+        for name, item in signature.parameters.items()
+        if not name.startswith("_")
     ]
     signature = signature.replace(
         parameters=parameters, return_annotation=shown(signature.return_annotation)

@@ -10,7 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from streammega.config import (  # noqa: E402  # the package beside this file
     PhaseConfig,
     StorageConfig,
 )
-from streammega.config.validate import field_docs, field_types  # noqa: E402
+from streammega.config.validate import field_docs, field_types, settings_of  # noqa: E402
 from streammega.convert import ConvertOptions, ExecutionConfig  # noqa: E402
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
 
@@ -82,7 +82,7 @@ def rows(settings: type) -> Iterator[tuple[str, str, str, str]]:
     """(name, type, default, meaning) of each field that a class has for itself."""
     docs = field_docs(settings)
     types = field_types(settings)
-    for item in fields(settings):
+    for item in settings_of(settings):
         if item.name not in settings.__annotations__:
             continue
         kind = code(re.sub(r"^Annotated\[(.*?), (?:Flag|Ge|Gt|Le|Lt)\(.*$", r"\1", str(item.type)))

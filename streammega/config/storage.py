@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
@@ -18,6 +18,7 @@ from streammega.config.validate import (
     local_folder,
     read_toml,
     refuse_unknown,
+    settings_of,
     unknown_setting,
 )
 from streammega.errors import ConfigError
@@ -36,6 +37,16 @@ SETTINGS_OF_A_STORE = (
 )
 """Fields of StorageConfig that may differ between accounts or endpoints."""
 _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Values that are no settings, each with its why. Tests pass others."""
+
+    resident_bytes: int = 16 * MiB
+    """A remote dataset of at most so many bytes is fetched once and stays in memory: in blocks it would
+    be many small requests.
+    """
 
 
 @refuse_unknown
@@ -107,6 +118,7 @@ class StorageConfig:
     """Most retries of a failed request; None: as many as `retry_timeout` allows."""
     hedge_requests: bool = True
     """Send a second request for one that takes far longer than others."""
+    _tuning: Tuning = field(default=Tuning(), repr=False)
     # Not a setting: `with_prefixes` sets it.
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
 
@@ -115,6 +127,11 @@ class StorageConfig:
         if self.cache_dir:
             # This sets a field of a frozen dataclass.
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
+
+    @property
+    def tuning(self) -> Tuning:
+        """Values that are no settings."""
+        return self._tuning
 
     def for_url(self, url: str) -> StorageConfig:
         """The settings of the longest prefix that a URL begins with; these, if it begins with none."""
@@ -138,7 +155,7 @@ def load_storage(path: str) -> StorageConfig:
 
     table = read_toml(path, "give a TOML file with settings of StorageConfig")
     for name in table:
-        if name not in {item.name for item in fields(StorageConfig)}:
+        if name not in {item.name for item in settings_of(StorageConfig)}:
             raise ConfigError(
                 f"{path}: {unknown_setting(name, StorageConfig)} (key, secret, endpoint_url and the "
                 f"like stand under [storage_options])"
@@ -170,7 +187,7 @@ def with_prefixes(storage: StorageConfig, by_prefix: Mapping[str, StorageConfig]
             )
         if not isinstance(other, StorageConfig):
             raise ConfigError(f"{where}: is a {type(other).__name__}; it must be a StorageConfig")
-        for item in fields(StorageConfig):
+        for item in settings_of(StorageConfig):
             value = getattr(other, item.name)
             is_of_a_store = item.name in SETTINGS_OF_A_STORE
             if not is_of_a_store and value not in (item.default, getattr(storage, item.name)):

@@ -228,7 +228,7 @@ def flag_name(name: str, flag: Flag) -> str:
 
 def unknown_setting(name: str, *settings: type, section: str = "") -> str:
     """The message for an unknown setting, with the nearest known one."""
-    known = [item.name for kind in settings for item in fields(kind)]
+    known = [item.name for kind in settings for item in settings_of(kind)]
     nearest = get_close_matches(name, known, 1)
     hint = f"known: {', '.join(section + other for other in known)}"
     if nearest:
@@ -250,6 +250,11 @@ def refuse_unknown(settings: Settings) -> Settings:
 
     settings.__init__ = checked_init  # type: ignore[misc]
     return settings
+
+
+def settings_of(settings: type) -> list[Field[Any]]:
+    """The fields of a class that users set."""
+    return [item for item in fields(settings) if not item.name.startswith("_")]
 
 
 @cache

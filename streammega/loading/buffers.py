@@ -104,6 +104,10 @@ class BufferTable:
         """Set that slot slots[i] will serve rows[i] rows with tokens, in all windows together."""
         self.uses[slots] = rows
 
+    def keep(self, slot: int) -> None:
+        """Set that a slot is never freed."""
+        self.uses[slot] = ENDLESS
+
     def attach(self, buffer: FetchGroup) -> None:
         """Keep a buffer whose bytes are being fetched."""
         self._attached[buffer.slot] = buffer

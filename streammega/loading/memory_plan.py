@@ -27,6 +27,8 @@ MAX_FIELD_BATCHES = 8
 """Most micro-batches whose fields are made together, when the first of them is handed out."""
 FIELD_COPIES = 2
 """Copies of fields in memory: one that is being handed out, and one that was handed out before."""
+RESIDENT_SHARE = 1 / 2
+"""Largest share of the memory beyond ready and fetched groups that small datasets may take, to stay."""
 BLOCK_SHARE = 3 / 4
 """Largest share of the memory without ready batches that open blocks may take. The rest is for samples
 that are read one by one, and for blocks that open next.
@@ -71,6 +73,13 @@ class BatchSize(NamedTuple):
         return rounded(size + size // 4) + BATCH_SLACK
 
 
+class ResidentSize(NamedTuple):
+    """The bytes in memory (`stored`) of a dataset that may stay there."""
+
+    dataset: int
+    stored: int
+
+
 class BlockSize(NamedTuple):
     """The bytes (`stored`) of a block of a dataset whose blocks may be fetched whole."""
 
@@ -84,6 +93,7 @@ class MemoryPlan:
 
         fetch_bytes     bytes that are fetched and not gathered yet, for storage that is near; up to
                         max_fetch_bytes as the caller or far storage need (lookahead.py)
+          resident_bytes  their part for small datasets, which stay in memory
           open_bytes      their part for blocks that are fetched whole: each lane has a block of each
                           dataset open, and a group opens more (`opening_bytes`) before one is freed
         ready_bytes     batches that are gathered and not handed out: groups of ids in the stored
@@ -93,7 +103,8 @@ class MemoryPlan:
     group_batches: micro-batches gathered together. field_batches: micro-batches whose fields are made
     together. ready_groups: groups made ahead. window_batches: most micro-batches planned together.
     opening_bytes: most bytes that a group of several micro-batches adds to those in memory.
-    block_datasets: datasets whose blocks are fetched whole. num_without_room: how many more datasets
+    resident_datasets: datasets that stay in memory. block_datasets: datasets whose blocks are fetched
+    whole. num_without_room: how many more datasets
     could have their blocks fetched whole if the memory had `enough_bytes`.
     """
 
@@ -107,6 +118,8 @@ class MemoryPlan:
     window_batches: int
     opening_bytes: int
     coalesce_gap_bytes: int
+    resident_datasets: tuple[int, ...]
+    resident_bytes: int
     block_datasets: tuple[int, ...]
     open_bytes: int
     num_without_room: int
@@ -196,12 +209,24 @@ def _fitting_blocks(
     )
 
 
+def _fitting_resident(room: int, datasets: Sequence[ResidentSize]) -> tuple[tuple[int, ...], int]:
+    """The datasets that stay in memory, and their bytes. datasets: the most drawn first."""
+    chosen: list[int] = []
+    total = 0
+    for dataset, stored in datasets:
+        if total + stored <= room * RESIDENT_SHARE:
+            chosen.append(dataset)
+            total += stored
+    return tuple(chosen), total
+
+
 def plan_memory(
     memory_bytes: int,
     batch: BatchSize,
     blocks: Sequence[BlockSize],
     lanes: int,
     *,
+    resident: Sequence[ResidentSize] = (),
     ahead: int,
     coalesce_gap_bytes: int,
     in_flight_bytes: int = 0,
@@ -211,17 +236,30 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `memory_bytes`, or as much of it as the reader can use.
 
-    blocks: the datasets whose blocks are worth fetching whole, the most drawn first. lanes: the number
+    resident: the datasets that may stay in memory, the most drawn first. blocks: the datasets whose
+    blocks are worth fetching whole, the most drawn first; without those that stay in memory. lanes: the number
     of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
     in_flight_bytes: most bytes of requests in flight. near_bytes: the most where storage is near.
     is_remote: whether some file is fetched.
-    only_blocks: whether all that is fetched is in `blocks`, if they fit.
+    only_blocks: whether all that is fetched is in `resident` and `blocks`, if they fit.
 
     Raises ConfigError if there is no room for one micro-batch.
     """
     # Ready groups come first: they take little.
     groups = _largest_groups(batch, ahead)
-    block_plan = _fitting_blocks(groups, memory_bytes, batch, blocks, lanes)
+    needed = groups.ready_bytes + GROUPS_FETCHED * batch.fetched(groups.group_batches)
+    resident_datasets, resident_bytes = _fitting_resident(memory_bytes - needed, resident)
+    all_bytes = memory_bytes
+    memory_bytes -= resident_bytes
+    in_blocks = [block for block in blocks if block.dataset not in resident_datasets]
+    block_plan = _fitting_blocks(groups, memory_bytes, batch, in_blocks, lanes)
+    stay = {one.dataset for one in resident}
+    others = [block for block in blocks if block.dataset not in stay]
+    stay_bytes = sum(one.stored for one in resident)
+    enough_bytes = max(
+        _fitting_blocks(groups, 0, batch, others, lanes).enough_bytes + stay_bytes,
+        needed + math.ceil(stay_bytes / RESIDENT_SHARE),
+    )
     # Without blocks, groups become smaller until the next one can be fetched while one is gathered.
     while not block_plan.block_datasets and groups.group_batches > 1:
         fetched = GROUPS_FETCHED * batch.fetched(groups.group_batches) if is_remote else 0
@@ -231,7 +269,7 @@ def plan_memory(
     min_bytes = groups.ready_bytes + (batch.fetched(1) if is_remote else 0)
     if min_bytes > memory_bytes:
         raise ConfigError(
-            f"memory_bytes {memory_bytes:,} cannot hold micro-batches of {batch.samples} samples of "
+            f"memory_bytes {all_bytes:,} cannot hold micro-batches of {batch.samples} samples of "
             f"{batch.sample_tokens} tokens. It needs at least {min_bytes:,} bytes; ready batches take "
             f"{groups.ready_bytes:,} of them. Set memory_bytes of the storage"
         )
@@ -241,7 +279,7 @@ def plan_memory(
     window_batches = min(WINDOW_SAMPLES // batch.samples, fitting, WINDOW_BYTES // batch.stored)
     # More memory would only hold bytes that are needed later.
     windows_bytes = 0
-    if not only_blocks or block_plan.num_without_room:
+    if not only_blocks or block_plan.num_without_room or len(resident_datasets) < len(resident):
         windows_bytes = WINDOWS_FETCHED * batch.fetched(max(groups.group_batches, window_batches))
     max_window_room = min(window_room, windows_bytes + in_flight_bytes)
     window_room = min(window_room, windows_bytes + near_bytes)
@@ -249,9 +287,11 @@ def plan_memory(
         coalesce_gap_bytes = 0
     return MemoryPlan(
         **groups._asdict(),
-        **block_plan._asdict(),
-        fetch_bytes=block_plan.open_bytes + window_room,
-        max_fetch_bytes=block_plan.open_bytes + max_window_room,
+        **block_plan._replace(enough_bytes=enough_bytes)._asdict(),
+        resident_datasets=resident_datasets,
+        resident_bytes=resident_bytes,
+        fetch_bytes=resident_bytes + block_plan.open_bytes + window_room,
+        max_fetch_bytes=resident_bytes + block_plan.open_bytes + max_window_room,
         window_batches=max(groups.group_batches, window_batches),  # a group is within one window
         coalesce_gap_bytes=coalesce_gap_bytes,
     )

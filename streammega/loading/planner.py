@@ -27,6 +27,7 @@ from streammega.order.extents import cut_extents
 from streammega.order.open_blocks import OpenBlocks, OpenedBlocks
 from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fetch import SharedRequests, coalesce, rows_of
+from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.requests import FetchGroup
 
 Integers = NDArray[np.int64]
@@ -36,6 +37,8 @@ MAX_WASTE = 1 / 7
 
 A share of 1/5 saves no more CPU time: the additional bytes cost as much as the saved requests.
 """
+PIECE_BYTES = 7 << 20
+"""Bytes of a resident file that are fetched together: with a sample behind them, one request."""
 NO_SLOT = -1
 """The slot of a row whose bytes have no place yet."""
 _LIKE_BYTES = np.empty(0, np.uint8)
@@ -231,6 +234,35 @@ class _Rows:
     group: Integers
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Files of small datasets, whose bytes stay in memory once a row has asked for them.
+
+    start, stop: int64 [files], the bytes that may be read; equal in files that are not resident.
+    row_bytes: int64 [files], the most bytes of a row. They are fetched in pieces of PIECE_BYTES, each
+    with the bytes behind it that its last row may have.
+    """
+
+    start: Integers
+    stop: Integers
+    row_bytes: Integers
+
+    def pieces(self) -> Integers:
+        """How many pieces each file has, int64 [files]."""
+        return -(-(self.stop - self.start) // PIECE_BYTES)
+
+    def piece(self, file: int, number: int) -> tuple[int, int]:
+        """Bytes [start, stop) of a piece of a file."""
+        start = int(self.start[file]) + number * PIECE_BYTES
+        stop = start + PIECE_BYTES + int(self.row_bytes[file])
+        return start, min(stop, int(self.stop[file]))
+
+    def bytes_in_memory(self, file: int) -> int:
+        """Bytes of the buffers of all pieces of a file."""
+        pieces = [self.piece(file, number) for number in range(int(self.pieces()[file]))]
+        return sum(rounded(stop - start) for start, stop in pieces)
+
+
 class Planner:
     """Plans windows, one after the other.
 
@@ -243,6 +275,7 @@ class Planner:
         blocks: the open blocks, for a reader that takes every sample of some lanes. None: each window
             fetches its own bytes.
         kept: which tokens of every sample are read.
+        resident: the files whose bytes stay in memory; None: there are none.
     """
 
     def __init__(
@@ -252,6 +285,7 @@ class Planner:
         max_request_bytes: int,
         blocks: OpenBlocks | None,
         kept: KeptColumns = ALL_COLUMNS,
+        resident: Resident | None = None,
     ) -> None:
         self.files = files
         self.blocks = blocks
@@ -260,6 +294,12 @@ class Planner:
         self.max_request_bytes = max_request_bytes
         # The slot of a file is its number; buffers have the slots after these.
         self.table = BufferTable(len(files.itemsize))
+        self._resident = resident
+        if resident is not None:
+            pieces = resident.pieces()
+            self._is_resident = pieces > 0
+            self._first_piece = np.cumsum(pieces) - pieces
+            self._slot_of_piece = np.full(int(pieces.sum()), NO_SLOT)
 
     def plan(self, sample_ids: Integers, extents: Extents, group_samples: int) -> PlanWindow:
         """Plan the window of some samples. `group_samples` of them form a group.
@@ -267,8 +307,9 @@ class Planner:
         sample_ids is int64 [samples]; extents has the same samples, before they are cut into parts.
 
         Each stage places some rows, which means that it writes their slot and offset. A stage must
-        leave rows alone that have a slot. Local rows come first, then blocks, cache and coalescing.
-        Blocks need no check of this, because `read_plan` only follows datasets without local files.
+        leave rows alone that have a slot. Local rows come first, then blocks, cache, resident files and
+        coalescing. Blocks need no check of this, because `read_plan` only follows datasets without
+        local files.
         At the end every row that has tokens is placed.
 
         The table counts the uses of each fetched slot: the rows with tokens that the slot serves, in
@@ -294,6 +335,8 @@ class Planner:
         if self.blocks is not None:
             buffers += self._open_blocks(self.blocks, sample_ids, rows, extents, in_sample.sample)
         cached_bytes = self._serve_from_cache(rows)
+        if self._resident is not None:
+            buffers += self._pieces_of_resident(self._resident, rows)
         buffers += self._coalesce(rows)
         # The fetcher allocates memory in this order. So a buffer never waits for memory that a buffer
         # of later rows holds, and `Lookahead` can cut the list into groups.
@@ -409,6 +452,33 @@ class Planner:
             self.table.zero, rows.slot, rows.offset,
         )  # fmt: skip
         return served
+
+    # --- rows of files that stay in memory ---
+
+    def _pieces_of_resident(self, resident: Resident, rows: _Rows) -> list[PlannedBuffer]:
+        """Place the rows of resident files. Returns the pieces that no window has asked for before."""
+        has_tokens = rows.stop > rows.start
+        places = np.flatnonzero((rows.slot == NO_SLOT) & has_tokens & self._is_resident[rows.file])
+        if not len(places):
+            return []
+        file = rows.file[places]
+        number, offset = np.divmod(rows.start[places] - resident.start[file], PIECE_BYTES)
+        piece = self._first_piece[file] + number
+        fetched, first = np.unique(piece, return_index=True)
+        is_new = self._slot_of_piece[fetched] == NO_SLOT
+        buffers = []
+        for where in first[is_new].tolist():
+            slot = int(self.table.acquire(1)[0])
+            self.table.keep(slot)
+            self._slot_of_piece[piece[where]] = slot
+            of_file = int(file[where])
+            begin, end = resident.piece(of_file, int(number[where]))
+            requests = self._in_parts(of_file, begin, end, 0)
+            row = int(places[where])
+            buffers.append(PlannedBuffer(slot=slot, size=end - begin, row=row, requests=requests))
+        rows.slot[places] = self._slot_of_piece[piece]
+        rows.offset[places] = offset
+        return buffers
 
     # --- everything else ---
 

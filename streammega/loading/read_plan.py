@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,16 @@ from numpy.typing import NDArray
 from streammega.config import ORDERS
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.addresses import address_of
-from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
+from streammega.loading.memory_plan import (
+    BatchSize,
+    BlockSize,
+    MemoryPlan,
+    ResidentSize,
+    plan_memory,
+)
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner
+from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner, Resident
+from streammega.order.epoch_layout import MIN_RUN_SAMPLES
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.derived_fields import bytes_of_field
@@ -28,6 +36,9 @@ from streammega.storage.etags import warn_unversioned
 from streammega.storage.fetch.flow_control import NEAR_BYTES
 
 log = logging.getLogger(__name__)
+
+SMALL_REQUEST = 64 << 10
+"""Requests of fewer bytes cost more than their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +105,9 @@ def plan_reading(
         files = [_cached(file, cache) for file in files]
     table = _table_of(files, steps)
     dtype = np.result_type(*(file.dtype for file in files))
+    small = _small_datasets(steps, table, start, storage.tuning.resident_bytes)
+    sample_tokens = steps.sequence_length_at(start) + 1
+    all_small = _resident(small, table, sample_tokens)
     blocks: list[BlockSize] = []
     lanes = np.empty(0, np.int64)
     # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that have
@@ -105,13 +119,19 @@ def plan_reading(
         _batch_size(steps, dtype, int(table.itemsize.max()), kept, ids_only=ids_only),
         blocks,
         len(lanes),
+        resident=[
+            ResidentSize(one.dataset, sum(map(all_small.bytes_in_memory, one.files.tolist())))
+            for one in small
+        ],
         ahead=ahead,
         coalesce_gap_bytes=storage.coalesce_gap_bytes,
         in_flight_bytes=storage.max_in_flight_bytes,
         near_bytes=min(storage.max_in_flight_bytes, NEAR_BYTES),
         is_remote=not table.local.all(),
-        only_blocks=_reads_only_blocks(steps, table, start, len(blocks)),
+        only_blocks=_reads_only(steps, table, start, {one.dataset for one in small}, blocks),
     )
+    stays = [one for one in small if one.dataset in memory.resident_datasets]
+    _warn_of_samples_alone(small, memory, sample_tokens * int(table.itemsize.max()))
     if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
     prefetched = None
@@ -128,7 +148,12 @@ def plan_reading(
         dtype=dtype,
         memory=memory,
         planner=Planner(
-            table, memory.coalesce_gap_bytes, storage.max_request_bytes, prefetched, kept
+            table,
+            memory.coalesce_gap_bytes,
+            storage.max_request_bytes,
+            prefetched,
+            kept,
+            _resident(stays, table, sample_tokens) if stays else None,
         ),
         is_scattered=ORDERS[config.order].is_shuffled
         and (prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES),
@@ -189,16 +214,92 @@ def _blocks_to_prefetch(
     return blocks, lanes_from(steps, order, start)
 
 
-def _reads_only_blocks(steps: MicroSteps, table: FileTable, start: int, num_in_blocks: int) -> bool:
-    """Whether all that is fetched is in blocks: those of all remote datasets of this segment, and no
-    samples of epochs that earlier segments left unread.
+def _reads_only(
+    steps: MicroSteps,
+    table: FileTable,
+    start: int,
+    small: Collection[int],
+    blocks: Sequence[BlockSize],
+) -> bool:
+    """Whether all that is fetched stays in memory or is in blocks: all remote datasets of this segment,
+    and no samples of epochs that earlier segments left unread.
     """
     order = steps.samples.segment_at(start).order
     if order is None or order.has_remainders:
         return False
-    files_of_datasets = [_files_of(order, dataset, table) for dataset in range(len(order.datasets))]
-    num_remote = sum(not table.local[files].all() for files in files_of_datasets)
-    return num_in_blocks == num_remote
+    chosen = {block.dataset for block in blocks}.union(small)
+    return all(
+        dataset in chosen or table.local[_files_of(order, dataset, table)].all()
+        for dataset in range(len(order.datasets))
+    )
+
+
+class _SmallDataset(NamedTuple):
+    """A dataset that may stay in memory: bytes [start, stop) of some files.
+
+    dataset: its place in the order. samples_alone: without room its samples are read one by one.
+    """
+
+    dataset: int
+    files: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    samples_alone: bool
+
+
+def _small_datasets(
+    steps: MicroSteps, table: FileTable, start: int, resident_bytes: int
+) -> list[_SmallDataset]:
+    """The remote datasets that may stay in memory, the most drawn first: those of few bytes, and those
+    whose lanes share a run, which have no blocks.
+    """
+    segment = steps.samples.segment_at(start)
+    order = segment.order
+    if not ORDERS[steps.config.order].is_shuffled:
+        return []
+    small = []
+    num_datasets = len(steps.samples.files) if order is None else len(order.datasets)
+    for dataset in range(num_datasets):
+        if order is None:
+            files = np.arange(table.firsts[dataset], table.firsts[dataset + 1])
+            first, last = np.zeros(len(files), np.int64), table.num_tokens[files]
+        else:
+            files = _files_of(order, dataset, table)
+            first, last = _bounds_in_files(order, dataset)
+        if table.local[files].any():
+            continue
+        itemsize = table.itemsize[files]
+        begin, end = first * itemsize, last * itemsize
+        is_alone = order is not None and order.lanes_per_run[dataset] > 1
+        if is_alone or (end - begin).sum() <= resident_bytes:
+            small.append(_SmallDataset(dataset, files, begin, end, bool(is_alone)))
+    shares = np.zeros(num_datasets)
+    columns = segment.dataset_numbers if order is None else np.arange(num_datasets)
+    shares[columns] = segment.shares if order is None else order.weights
+    return sorted(small, key=lambda one: -shares[one.dataset])
+
+
+def _bounds_in_files(
+    order: StreamOrder, dataset: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens [first, last) of each file of a dataset between which its parts are."""
+    parts = order.datasets[dataset].parts
+    _, place = np.unique([part.file for part in parts], return_inverse=True)
+    first = np.full(place.max() + 1, np.iinfo(np.int64).max)
+    last = np.zeros(len(first), np.int64)
+    np.minimum.at(first, place, [part.start for part in parts])
+    np.maximum.at(last, place, [part.start + part.tokens for part in parts])
+    return first, last
+
+
+def _resident(small: Sequence[_SmallDataset], table: FileTable, sample_tokens: int) -> Resident:
+    """The bytes of small datasets, by file."""
+    start = np.zeros(len(table.itemsize), np.int64)
+    stop = start.copy()
+    for one in small:
+        start[one.files] = one.start
+        stop[one.files] = one.stop
+    return Resident(start=start, stop=stop, row_bytes=sample_tokens * table.itemsize)
 
 
 def _is_worth_prefetching(dataset: int, order: StreamOrder, table: FileTable) -> bool:
@@ -234,6 +335,25 @@ def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples)
     lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
     return lanes
+
+
+def _warn_of_samples_alone(
+    small: Sequence[_SmallDataset], memory: MemoryPlan, sample_bytes: int
+) -> None:
+    """Warn of datasets without blocks that have no room in memory, where samples are small requests."""
+    alone = [
+        one for one in small if one.samples_alone and one.dataset not in memory.resident_datasets
+    ]
+    if alone and sample_bytes < SMALL_REQUEST:
+        log.warning(
+            "%d of the datasets have fewer than %d samples for each lane, so they have no blocks, and no "
+            "room in memory_bytes: their samples are read one by one, in requests of %s bytes. Set "
+            "memory_bytes of the storage to a few times the %s bytes of these datasets",
+            len(alone),
+            MIN_RUN_SAMPLES,
+            f"{sample_bytes:,}",
+            f"{sum(int((one.stop - one.start).sum()) for one in alone):,}",
+        )
 
 
 def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:

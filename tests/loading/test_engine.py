@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,18 @@ from streammega import (
     StreamingDataset,
     StreamLoader,
 )
+from streammega.config.storage import Tuning
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.gather import Assembler
 from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
-from streammega.loading.memory_plan import BatchSize, BlockSize, MemoryPlan, plan_memory
+from streammega.loading.memory_plan import (
+    BatchSize,
+    BlockSize,
+    MemoryPlan,
+    ResidentSize,
+    plan_memory,
+)
 from streammega.loading.planner import MAX_WASTE as COALESCING_WASTE
 from streammega.loading.planner import FileTable, Planner, largest_gap
 from streammega.loading.read_plan import ReadPlan, plan_reading
@@ -225,12 +233,16 @@ def least_memory(config: DataConfig) -> int:
 
 
 @pytest.mark.guarantee("memory-budget-never", "9-budget-deadlocks")
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(("order", "beyond"), orders_and_budgets())
 def test_any_budget_gives_the_same_stream_within_it(
-    server: Running, tmp_path: Path, order: str, beyond: int
+    server: Running, tmp_path: Path, order: str, beyond: int, resident_bytes: int
 ) -> None:
-    """From the least that the error names on: fetched blocks, ids and fields that are ready."""
-    storage = storage_of(server, "obstore")
+    """From the least that the error names on: fetched blocks, small datasets that stay, ids and fields
+    that are ready.
+    """
+    tuning = Tuning(resident_bytes=resident_bytes)
+    storage = replace(storage_of(server, "obstore"), _tuning=tuning)
     # 130 bytes each
     config = config_of(order, "s3:/", tmp_path, storage, samples=800 if beyond < 50_000 else 3000)
     if order == "sequential":
@@ -288,7 +300,8 @@ def test_windows_get_memory_for_a_dataset_that_is_too_small_for_blocks(
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     memory = plan_reading(steps, 0, storage.memory_bytes).memory
     assert memory.block_datasets == (0,)
-    assert memory.fetch_bytes - memory.open_bytes > 4096
+    assert memory.resident_datasets == (1,), "it has fewer samples than lanes, and no blocks"
+    assert memory.fetch_bytes - memory.open_bytes == memory.resident_bytes + 4096
 
 
 @pytest.mark.guarantee("9-budget-deadlocks")
@@ -413,26 +426,38 @@ sizes = st.integers(1, 1 << 20)
     ids=sizes,
     fields=st.lists(sizes, max_size=8),
     blocks=st.lists(sizes, max_size=5),
+    small=st.lists(sizes, max_size=5),
     lanes=st.integers(1, 1024),
     memory_bytes=st.integers(1 << 12, 1 << 34),
     more=st.integers(0, 1 << 30),
     ahead=st.integers(1, 200),
 )
 def test_memory_is_divided_and_more_of_it_holds_no_less(
-    samples: int, stored: int, ids: int, fields: list[int], blocks: list[int], lanes: int,
-    memory_bytes: int, more: int, ahead: int,
+    samples: int, stored: int, ids: int, fields: list[int], blocks: list[int], small: list[int],
+    lanes: int, memory_bytes: int, more: int, ahead: int,
 ) -> None:  # fmt: skip
     batch = BatchSize(samples, 1, stored, (ids, 8 * samples), tuple(fields))
     assert batch.fetched(samples) >= samples * stored * (1 + COALESCING_WASTE)
     wanted = [BlockSize(number, size) for number, size in enumerate(blocks)]
+    resident = [ResidentSize(number, size) for number, size in enumerate(small)]
+    plan_of = partial(
+        plan_memory,
+        batch=batch,
+        blocks=wanted,
+        lanes=lanes,
+        resident=resident,
+        ahead=ahead,
+        coalesce_gap_bytes=512,
+        only_blocks=True,
+    )
     plans: list[MemoryPlan | None] = []
     for memory in (memory_bytes, memory_bytes + more):
         try:
-            plan = plan_memory(memory, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512)
+            plan = plan_of(memory)
         except ConfigError as error:
             least = int(str(error).split("at least ")[1].split(" ")[0].replace(",", ""))
             assert least > memory
-            plan_memory(least, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512)
+            plan_of(least)
             plans.append(None)  # and what the error names is enough
             continue
         plans.append(plan)
@@ -442,20 +467,25 @@ def test_memory_is_divided_and_more_of_it_holds_no_less(
         assert plan.open_bytes >= lanes * sum(blocks[dataset] for dataset in plan.block_datasets)
         assert plan.window_batches >= plan.group_batches >= plan.field_batches >= 1
         assert plan.ready_groups * plan.group_batches >= ahead
-        assert plan.num_without_room == len(blocks) - len(plan.block_datasets)
-        if plan.num_without_room:
-            enough = plan_memory(
-                plan.enough_bytes, batch, wanted, lanes, ahead=ahead, coalesce_gap_bytes=512
-            )
+        stay = set(plan.resident_datasets)
+        assert stay.isdisjoint(plan.block_datasets), "a dataset is in memory once"
+        assert plan.resident_bytes == sum(small[dataset] for dataset in stay)
+        left = set(range(len(blocks))).difference(stay, plan.block_datasets)
+        assert plan.num_without_room == len(left)
+        reads_samples = bool(left) or len(stay) < len(small)
+        assert (plan.fetch_bytes > plan.open_bytes + plan.resident_bytes) == reads_samples
+        if reads_samples:
+            enough = plan_of(plan.enough_bytes)
             assert enough.num_without_room == 0 < plan.enough_bytes - memory
-    small, large = plans
-    if small is not None:
+            assert len(enough.resident_datasets) == len(small)
+    less, large = plans
+    if less is not None:
         assert large is not None
-        holds_more = len(large.block_datasets) > len(
-            small.block_datasets
-        )  # beside smaller groups, it may be
-        assert large.open_bytes >= small.open_bytes or holds_more
-        assert large.group_batches >= small.group_batches or large.block_datasets
+        held = [{*plan.block_datasets, *plan.resident_datasets} for plan in (less, large)]
+        holds_more = len(held[1]) > len(held[0])  # beside smaller groups, it may be
+        stays_more = large.resident_bytes > less.resident_bytes
+        assert large.open_bytes >= less.open_bytes or holds_more or stays_more
+        assert large.group_batches >= less.group_batches or held[1]
 
 
 @pytest.mark.guarantee("pieces-held-whole")

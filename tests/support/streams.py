@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.config.storage import Tuning
 from tests.support.builders import write_dataset
 from tests.support.oss_server import Oss
 from tools.bench.object_server import Running
@@ -61,6 +62,7 @@ def storage_of(server: Running, transport: str) -> StorageConfig:
 
 def impatient(options: dict[str, Any], transport: str, read_timeout: float = 0.4) -> StorageConfig:
     """Small requests that are tried again soon: so that each fault happens, and none is waited for.
+    No dataset stays in memory, however small.
 
     read_timeout: in seconds; what a server needs for an answer on a machine with much to do.
     """
@@ -74,6 +76,7 @@ def impatient(options: dict[str, Any], transport: str, read_timeout: float = 0.4
         max_concurrent_requests=16,
         coalesce_gap_bytes=512,
         memory_bytes=400_000,
+        _tuning=Tuning(resident_bytes=0),
     )
 
 

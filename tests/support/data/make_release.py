@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from streammega import (
     StorageConfig,
     StreamLoader,
 )
+from streammega.config.validate import settings_of
 from streammega.convert import convert
 from streammega.integrations.webdataset import TextStream
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig
@@ -192,7 +193,7 @@ def write_run_file() -> None:
     for section, kind in SECTIONS.items():
         lines.append(f"[{section}]")
         values = dict(REQUIRED.get(section, {}))
-        for field in fields(kind):
+        for field in settings_of(kind):
             default = field.default
             if field.name in values or default is MISSING or isinstance(default, float):
                 continue
