@@ -242,8 +242,8 @@ def bucket(s3: S3) -> str:
 @pytest.fixture(params=["obstore", "fsspec"])
 def s3_storage(request: pytest.FixtureRequest, s3: S3) -> StorageConfig:
     return StorageConfig(
-        transport=request.param, storage_options=s3.options, request_timeout=20, max_retries=2
-    )
+        transport=request.param, storage_options=s3.options, request_timeout=20
+    ).tuned(max_retries=2)
 
 
 @pytest.fixture

@@ -280,11 +280,9 @@ def soak(hosts: Path | None, cache: Path, minutes: int) -> int:
         storage_options=outages.storage_options(),
         cache_dir=cache,
         cache_max_bytes=24 * MiB,
-        cache_chunk_bytes=MiB,
         memory_bytes=16 * MiB,
-        max_request_bytes=256 << 10,
         max_concurrent_requests=16,
-    )
+    ).tuned(cache_chunk_bytes=MiB, max_request_bytes=256 << 10)
 
     def config_of(prefix: str, storage: StorageConfig) -> DataConfig:
         return DataConfig(

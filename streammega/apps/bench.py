@@ -314,10 +314,10 @@ def _storage_limits(figures: Report, storage: StorageConfig) -> list[str]:
             f"{in_flight:,.0f} requests of {1e3 * latency:,.0f} ms are in flight: raise "
             f"max_concurrent_requests from {storage.max_concurrent_requests:,}"
         )
-    elif bytes_in_flight > storage.max_in_flight_bytes / 4:
+    elif bytes_in_flight > storage.tuning.max_in_flight_bytes / 4:
         lines.append(
-            f"storage is far ({1e3 * latency:,.0f} ms): raise max_in_flight_bytes from "
-            f"{storage.max_in_flight_bytes:,}, set cache_dir, or use a bucket nearby"
+            f"storage is far ({1e3 * latency:,.0f} ms): set cache_dir, write zstd shards, or use a "
+            f"bucket nearby"
         )
     mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
     if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:

@@ -19,7 +19,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -29,17 +28,16 @@ from urllib.parse import urlsplit
 from streammega import StorageConfig, StreammegaError
 from streammega.apps.machine import (
     FEWER_REQUESTS,
-    NETWORK_DISKS,
     Finding,
     check_disk,
     check_limits,
     check_versions,
     fault,
-    file_system_of,
     ok,
     warning,
 )
 from streammega.cli.render import Report
+from streammega.config.validate import settings_of
 from streammega.dataset import default_cache_dir
 from streammega.errors import (
     AccessDeniedError,
@@ -53,6 +51,7 @@ from streammega.storage import (
     ObjectInfo,
     connection_of,
     credentials_of,
+    file_system_of,
     open_store,
     parent_url,
 )
@@ -72,8 +71,8 @@ REQUESTS = (
     (8 * MiB, 1),
     (8 * MiB, 4),
 )
-"""(bytes, requests at once) of the measurements. 256 KiB are a block of the stream order, and 128 of
-them are `max_in_flight_bytes` by default.
+"""(bytes, requests at once) of the measurements. 256 KiB are a block of the stream order, and 384
+requests are `max_concurrent_requests` by default.
 """
 MAX_ROW_SECONDS = 1.0
 MAX_LATE_SECONDS = 1.0
@@ -125,12 +124,16 @@ class Examination:
         self.url = url
         self.config = config
         self.deadline = time.monotonic() + seconds
-        limits = {
-            name: min(getattr(config, name), seconds / 5)
-            for name in ("request_timeout", "read_timeout", "retry_timeout", "connect_deadline")
-        }
-        # a mapped file would be read only where its bytes are used
-        self.quick = config.changed(**limits, local_io="pread")
+        limit = seconds / 5
+        self.quick = config.changed(
+            request_timeout=min(config.request_timeout, limit),
+            retry_timeout=min(config.retry_timeout, limit),
+        ).tuned(
+            read_timeout=min(config.tuning.read_timeout, limit),
+            connect_deadline=min(config.tuning.connect_deadline, limit),
+            # a mapped file would be read only where its bytes are used
+            local_io="pread",
+        )
         self.store, self.key = open_store(url, self.quick)
         self.shown_url = self.store.url(self.key)
         self.is_local = self.store.transport == "local"
@@ -472,21 +475,26 @@ class Examination:
         yield warning("throttling", result, remedy, 1.5)
 
     def _check_in_flight(self, rates: Sequence[Rate]) -> Iterator[Finding]:
-        """Whether more bytes in flight than the setting allows would be faster."""
-        allowed = self.config.max_in_flight_bytes
+        """Whether more requests at once than the setting allows would be faster."""
+        allowed = self.config.max_concurrent_requests
+        # No loader has more bytes in flight; and of large requests few are enough.
+        most_bytes = self.config.tuning.max_in_flight_bytes
+        usable = [
+            rate for rate in rates if rate.bytes < MiB and rate.bytes * rate.at_once <= most_bytes
+        ]
         now = max(
-            (rate.bytes_per_second for rate in rates if rate.bytes * rate.at_once <= allowed),
-            default=0.0,
+            (rate.bytes_per_second for rate in usable if rate.at_once <= allowed), default=0.0
         )
-        best = max(rates, key=lambda rate: rate.bytes_per_second)
-        needed = best.bytes * best.at_once
-        if now and needed > allowed and best.bytes_per_second >= WORTHWHILE * now:
-            self.changes["max_in_flight_bytes"] = needed
+        if not now:
+            return
+        best = max(usable, key=lambda rate: rate.bytes_per_second)
+        if best.at_once > allowed and best.bytes_per_second >= WORTHWHILE * now:
+            self.changes["max_concurrent_requests"] = best.at_once
             yield warning(
                 "requests in flight",
-                f"{now / 1e6:,.0f} MB/s with {size_of(allowed)} in flight, "
-                f"{best.bytes_per_second / 1e6:,.0f} with {size_of(needed)}",
-                f"max_in_flight_bytes = {needed}",
+                f"{now / 1e6:,.0f} MB/s with {allowed:,} at once, "
+                f"{best.bytes_per_second / 1e6:,.0f} with {best.at_once:,}",
+                f"max_concurrent_requests = {best.at_once}",
                 best.bytes_per_second / now,
             )
 
@@ -520,13 +528,9 @@ class Examination:
     def check_disks(self) -> Iterator[Finding]:
         """The disks of local data and of caches."""
         if self.is_local:
-            mount, kind = file_system_of(Path(self.key))
-            if kind.startswith(NETWORK_DISKS) and self.config.local_io == "mmap":
-                self.changes["local_io"] = "pread"
-                remedy = "local_io = 'pread': it reads ahead and survives I/O errors"
-                yield warning("data disk", f"{mount} is of another machine ({kind})", remedy)
-            else:
-                yield ok("data disk", f"{mount} ({kind})")
+            disk = file_system_of(self.key)
+            how = "of another machine, read by pread" if disk.is_remote else "mapped"
+            yield ok("data disk", f"{disk.mount} ({disk.kind}), {how}")
         if self.config.cache_dir:
             folder = Path(self.config.cache_dir)
             for finding in check_disk("cache_dir", "cache_dir", folder, measures=True):
@@ -620,7 +624,7 @@ def recommended_storage(
     """Settings that differ from the defaults, without secrets; and the options that are left out."""
     defaults = StorageConfig()
     settings: dict[str, Any] = {}
-    for item in fields(StorageConfig):
+    for item in settings_of(StorageConfig):
         value = getattr(config, item.name)
         if item.name != "storage_options" and value != getattr(defaults, item.name):
             settings[item.name] = str(value) if isinstance(value, Path) else value

@@ -16,6 +16,7 @@ from tempfile import TemporaryFile
 from typing import NamedTuple
 
 import streammega
+from streammega.storage import file_system_of
 
 GB = 1e9
 MiB = 1 << 20
@@ -23,8 +24,6 @@ GiB = 1 << 30
 FEWEST_FILES = 1024
 SPEED_BYTES = 32 * MiB
 """Bytes that are written, for a second at most, to measure a disk."""
-NETWORK_DISKS = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs", "afs")
-"""Beginnings of the names of file systems that other machines serve."""
 FEWER_REQUESTS = (
     "run fewer jobs on the bucket, set cache_dir, take larger shuffle_block_bytes before the run, or "
     "have the limit raised"
@@ -58,19 +57,6 @@ def fault(check: str, result: str, remedy: str = "") -> Finding:
     return Finding(check, "fault", result, remedy)
 
 
-def file_system_of(path: Path) -> tuple[str, str]:
-    """(mount point, name of the file system) of a path, "unknown" where the system does not say."""
-    mount, kind = "/", "unknown"
-    real = os.path.realpath(path)
-    with suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, point, name, *_ = line.split(" ")
-            is_above = f"{real}/".startswith(f"{point.rstrip('/')}/")
-            if is_above and len(point) >= len(mount):
-                mount, kind = point, name
-    return mount, kind
-
-
 def check_disk(name: str, setting: str, folder: Path, *, measures: bool) -> Iterator[Finding]:
     """Space, kind and, where wanted, speed of the disk that a setting names."""
     existing = folder  # or the folder in which it will be made
@@ -84,12 +70,12 @@ def check_disk(name: str, setting: str, folder: Path, *, measures: bool) -> Iter
     except OSError as error:
         yield fault(name, f"{folder}: {error.strerror}", f"set {setting} to another folder")
         return
-    _, kind = file_system_of(existing)
-    result = f"{folder}: {usage.free / GB:,.1f} GB free, {kind}{speed}"
+    disk = file_system_of(str(existing))
+    result = f"{folder}: {usage.free / GB:,.1f} GB free, {disk.kind}{speed}"
     # a cache keeps the larger of 1 GiB and a hundredth of its disk free
     if usage.free < max(2 * GiB, usage.total // 50):
         yield warning(name, result, f"free some space, or set {setting} to a larger disk", 1.01)
-    elif kind.startswith(NETWORK_DISKS):
+    elif disk.is_remote:
         remedy = f"set {setting} to a local disk: this one is another machine's"
         yield warning(name, result, remedy)
     else:

@@ -270,8 +270,8 @@ class DataConfig(FieldsConfig):
     storage_by_prefix: Mapping[str, StorageConfig] = field(default_factory=dict)
     """Storage of another account, endpoint or region: {"s3://other/": StorageConfig}. The longest
     prefix that a URL begins with counts; other URLs use `storage`. A value sets transport,
-    storage_options, request_timeout, read_timeout and multipart_part_bytes. All other settings are
-    those of `storage`, for the whole loader.
+    storage_options and request_timeout. All other settings are those of `storage`, for the whole
+    loader.
     """
 
     def __repr__(self) -> str:

@@ -28,13 +28,7 @@ Transport = Literal["auto", "obstore", "fsspec"]
 
 MiB = 1 << 20
 DAY = 86_400
-SETTINGS_OF_A_STORE = (
-    "transport",
-    "storage_options",
-    "request_timeout",
-    "read_timeout",
-    "multipart_part_bytes",
-)
+SETTINGS_OF_A_STORE = ("transport", "storage_options", "request_timeout")
 """Fields of StorageConfig that may differ between accounts or endpoints."""
 _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 
@@ -43,10 +37,53 @@ _BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]+/")
 class Tuning:
     """Values that are no settings, each with its why. Tests pass others."""
 
+    local_io: Literal["mmap", "pread"] | None = None
+    """How local files are read: mapped, or by `pread`. None: by `pread` where another machine serves
+    the file system, for an I/O error of a mapped file ends the process.
+    """
+    max_request_bytes: Annotated[int, Ge(4096)] = 8 * MiB
+    """Largest single range request: a few of them fill `max_in_flight_bytes`, and a failed one is
+    soon read again.
+    """
+    max_in_flight_bytes: Annotated[int, Ge(4096)] = 48 * MiB
+    """Most bytes of range requests in flight: limits few large reads. In docs/benchmarks.md 32 MiB were
+    slower with 20 ms before the first byte (126 of 164 M tokens/s), and 96 MiB at 100 requests a second
+    (5.9 of 8.7). 8 MiB are the most where storage answers in less than four milliseconds.
+    """
+    coalesce_gap_bytes: Annotated[int, Ge(0)] = 64 * 1024
+    """Ranges with at most this gap between them are fetched as one, if at most a seventh more is
+    fetched than used: a request costs more than so few bytes.
+    """
+    cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
+    """Bytes of an object in one file of the cache: few files for a large shard, and each is soon
+    removed when the cache is full.
+    """
+    read_timeout: Annotated[float, Gt(0), Le(DAY)] = 10.0
+    """Seconds without a byte after which a request fails and is retried: `request_timeout` would be
+    a long stall where a connection hangs.
+    """
+    multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
+    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores accept 10,000
+    parts, so the largest object has 10,000 times as many bytes. Conversions raise it for larger shards.
+    """
+    connect_deadline: Annotated[float, Gt(0)] = 30.0
+    """Seconds for which requests are retried to an endpoint that has never answered this process, if
+    that is less than `retry_timeout`: its name may be mistyped. An answer for any bucket of the
+    endpoint counts. Spawned workers know which endpoints answered their parent.
+    """
+    max_retries: Annotated[int | None, Ge(0)] = None
+    """Most retries of a failed request; None: as many as `retry_timeout` allows, which bounds what a
+    run waits.
+    """
+    hedge_requests: bool = True
+    """Send a second request for one that takes far longer than others: a batch waits for the slowest."""
     resident_bytes: int = 16 * MiB
     """A remote dataset of at most so many bytes is fetched once and stays in memory: in blocks it would
     be many small requests.
     """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @refuse_unknown
@@ -58,30 +95,16 @@ class StorageConfig:
     """`auto` uses obstore where it serves the scheme (docs/storage.md), and fsspec elsewhere. For oss,
     `fsspec` means oss2.
     """
-    local_io: Literal["mmap", "pread"] = "mmap"
-    """How local files are read: mapped, or by `pread`. I/O errors of `pread` (NFS, FUSE) are retried;
-    those of a mapped file end the process.
-    """
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
     `anon`, ...): docs/storage.md.
     """
-    max_request_bytes: Annotated[int, Ge(4096)] = 8 * MiB
-    """Largest single range request."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 384
     """Most range requests in flight: limits many small reads."""
-    max_in_flight_bytes: Annotated[int, Ge(4096)] = 48 * MiB
-    """Most bytes of range requests in flight: limits few large reads. 8 MiB are the most where storage
-    answers in less than four milliseconds.
-    """
     memory_bytes: Annotated[int, Ge(4096)] = 1024 * MiB
     """Most bytes that a loader holds: fetched ahead, in flight, and ready. It takes fewer where more
     would not help. If they are too few for the open blocks of the stream order, it is several times
     slower, and a warning says how many are needed.
-    """
-    coalesce_gap_bytes: Annotated[int, Ge(0)] = 64 * 1024
-    """Ranges with at most this gap between them are fetched as one, if at most a seventh more is
-    fetched than used.
     """
     cache_dir: str | Path | None = None
     """A folder on a local disk that keeps fetched bytes for all processes and runs of this node; None:
@@ -92,32 +115,15 @@ class StorageConfig:
 
     The larger of 1 GiB and 1 % of its disk stays free, on a small disk a tenth.
     """
-    cache_chunk_bytes: Annotated[int, Ge(MiB)] = 256 * MiB
-    """Bytes of an object in one file of the cache."""
     request_timeout: Annotated[float, Gt(0), Le(DAY)] = 60.0
     """Seconds one request may take. Drivers of fsspec without an event loop (hdfs) need a timeout of
     their own in `storage_options`.
-    """
-    read_timeout: Annotated[float, Gt(0), Le(DAY)] = 10.0
-    """Seconds without a byte after which a request fails and is retried."""
-    multipart_part_bytes: Annotated[int, Ge(5 * MiB)] = 32 * MiB
-    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores accept 10,000
-    parts, so the largest object has 10,000 times as many bytes. Conversions raise it for larger shards.
     """
     retry_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for which a request is retried after transient errors (503, 429, refused, reset, no
     answer, name not found), with pauses that grow to 10 seconds. Then its error is raised. Other
     errors are raised at once.
     """
-    connect_deadline: Annotated[float, Gt(0)] = 30.0
-    """Seconds for which requests are retried to an endpoint that has never answered this process, if
-    that is less than `retry_timeout`: its name may be mistyped. An answer for any bucket of the
-    endpoint counts. Spawned workers know which endpoints answered their parent.
-    """
-    max_retries: Annotated[int | None, Ge(0)] = None
-    """Most retries of a failed request; None: as many as `retry_timeout` allows."""
-    hedge_requests: bool = True
-    """Send a second request for one that takes far longer than others."""
     _tuning: Tuning = field(default=Tuning(), repr=False)
     # Not a setting: `with_prefixes` sets it.
     _by_prefix = cast("Mapping[str, StorageConfig]", MappingProxyType({}))
@@ -144,6 +150,10 @@ class StorageConfig:
         by_prefix = {url: replace(other, **settings) for url, other in self._by_prefix.items()}
         object.__setattr__(storage, "_by_prefix", by_prefix)
         return storage
+
+    def tuned(self, **values: Any) -> StorageConfig:
+        """A copy with other values of `tuning`, also for URLs with their own settings."""
+        return self.changed(_tuning=replace(self.tuning, **values))
 
 
 def load_storage(path: str) -> StorageConfig:

@@ -99,8 +99,8 @@ class IndexedDataset(Sequence["Item"]):
         path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
         multimodal: whether sequences come with their modes; None: where the file has them. Or, for
             short, `storage`.
-        mmap: map local tokens, or read them (`StorageConfig.local_io`). Or, for short,
-            `index_cache_dir`.
+        mmap: map local tokens, or read them; None: read them where another machine serves the
+            file system. Or, for short, `index_cache_dir`.
         object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
         storage: credentials, transport and limits.
         index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
@@ -146,10 +146,10 @@ class IndexedDataset(Sequence["Item"]):
             mmap = None
         storage = storage or StorageConfig()
         if mmap is not None:
-            storage = storage.changed(local_io="mmap" if mmap else "pread")
+            storage = storage.tuned(local_io="mmap" if mmap else "pread")
         if object_storage_config is not None:
             folder, chunk_bytes = _read_object_storage_config(object_storage_config)
-            storage = storage.changed(cache_chunk_bytes=chunk_bytes)
+            storage = storage.tuned(cache_chunk_bytes=chunk_bytes)
             index_cache_dir = index_cache_dir or folder
         self._name = name
         self.prefix = strip_suffix(name)
@@ -361,8 +361,8 @@ class IndexedDataset(Sequence["Item"]):
 
     @property
     def mmap(self) -> bool:
-        """Whether local tokens are mapped."""
-        return self.storage.local_io == "mmap"
+        """Whether tokens are mapped: those of local files."""
+        return self._are_local()
 
     @property
     def index(self) -> IndexView:  # type: ignore[override]  # of Sequence it is a search

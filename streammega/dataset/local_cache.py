@@ -335,7 +335,7 @@ def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> 
             return False
         published_files.append((path, store, info))
     for path, store, info in published_files:
-        chunks = _download(store, info, published.storage.max_request_bytes)
+        chunks = _download(store, info, published.storage.tuning.max_request_bytes)
         write_atomically(path, chunks, info.size)
     return True
 

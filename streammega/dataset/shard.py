@@ -357,7 +357,7 @@ class Shard:
         if self.store.is_local:
             return self.store.view(info.key, info.etag)
         folder = cache_folder(self.cache_dir)
-        return map_local_copy(self.store, info, folder, self.storage.max_request_bytes)
+        return map_local_copy(self.store, info, folder, self.storage.tuning.max_request_bytes)
 
     def arrays(self) -> IndexArrays:
         """The arrays of the `.idx`, as views of `index_data`. Raises as that does."""

@@ -310,9 +310,8 @@ def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) ->
     threads = min(storage.max_concurrent_requests, num_threads())
     # A thread takes several requests at once. With one at a time it would wait for the GIL after each.
     requests = threads * BATCH_REQUESTS
-    return Fetcher(
-        replace(storage, max_concurrent_requests=requests, hedge_requests=False), budget, threads
-    )
+    storage = replace(storage, max_concurrent_requests=requests).tuned(hedge_requests=False)
+    return Fetcher(storage, budget, threads)
 
 
 @atexit.register

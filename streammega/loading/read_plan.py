@@ -99,7 +99,7 @@ def plan_reading(
         cache = PageCache(
             storage.cache_dir,
             storage.cache_max_bytes,
-            storage.cache_chunk_bytes,
+            storage.tuning.cache_chunk_bytes,
             storage.request_timeout,
         )
         files = [_cached(file, cache) for file in files]
@@ -124,9 +124,9 @@ def plan_reading(
             for one in small
         ],
         ahead=ahead,
-        coalesce_gap_bytes=storage.coalesce_gap_bytes,
-        in_flight_bytes=storage.max_in_flight_bytes,
-        near_bytes=min(storage.max_in_flight_bytes, NEAR_BYTES),
+        coalesce_gap_bytes=storage.tuning.coalesce_gap_bytes,
+        in_flight_bytes=storage.tuning.max_in_flight_bytes,
+        near_bytes=min(storage.tuning.max_in_flight_bytes, NEAR_BYTES),
         is_remote=not table.local.all(),
         only_blocks=_reads_only(steps, table, start, {one.dataset for one in small}, blocks),
     )
@@ -150,7 +150,7 @@ def plan_reading(
         planner=Planner(
             table,
             memory.coalesce_gap_bytes,
-            storage.max_request_bytes,
+            storage.tuning.max_request_bytes,
             prefetched,
             kept,
             _resident(stays, table, sample_tokens) if stays else None,
@@ -385,7 +385,7 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
         verified_at=np.ascontiguousarray(addresses[:, 0]),
         mapped_at=np.ascontiguousarray(addresses[:, 1]),
         page_bytes=PAGE_BYTES,
-        chunk_bytes=whole_pages(steps.config.storage.cache_chunk_bytes),
+        chunk_bytes=whole_pages(steps.config.storage.tuning.cache_chunk_bytes),
     )
 
 

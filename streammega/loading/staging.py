@@ -49,9 +49,9 @@ class Stager:
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
         self._closed = threading.Event()
-        self._close_timeout = min(CLOSE_TIMEOUT, storage.read_timeout)
+        self._close_timeout = min(CLOSE_TIMEOUT, storage.tuning.read_timeout)
         self._policy = RetryPolicy.of(storage)
-        self._parts = _parts_of(files, storage.max_request_bytes)
+        self._parts = _parts_of(files, storage.tuning.max_request_bytes)
         self._postponed: deque[_Part] = deque()
         self._lock = process_lock()
         self._threads = [

@@ -161,8 +161,8 @@ def _fetch_runs(
         starts,
         stops,
         np.argsort(starts, kind="stable"),
-        gap=storage.coalesce_gap_bytes // itemsize,
-        largest=storage.max_request_bytes // itemsize,
+        gap=storage.tuning.coalesce_gap_bytes // itemsize,
+        largest=storage.tuning.max_request_bytes // itemsize,
     )
     start_bytes = (requests.start * itemsize).tolist()
     stop_bytes = (requests.stop * itemsize).tolist()

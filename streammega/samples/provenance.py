@@ -437,7 +437,7 @@ def _matches(
     store, info = documents.shard.tokens()
     itemsize = documents.dtype.itemsize
     tokens = info.size // itemsize
-    request_bytes = documents.shard.storage.max_request_bytes
+    request_bytes = documents.shard.storage.tuning.max_request_bytes
     stretch = SEARCH_BYTES // itemsize
     longest = max(len(pattern) for pattern in patterns)
     for first in range(0, tokens, stretch):

@@ -16,6 +16,7 @@ What happens when a request for a shard's bytes fails:
 5. When the policy allows no more tries, the error is raised, with the URL and what was tried.
 """
 
+from streammega.storage.backends.local import file_system_of
 from streammega.storage.connection import Connection, Credentials, connection_of, credentials_of
 from streammega.storage.open import join_url, open_store, parent_url, save_bytes
 from streammega.storage.store import Buffer, ObjectInfo, ObjectWriter, Store
@@ -29,6 +30,7 @@ __all__ = [
     "Store",
     "connection_of",
     "credentials_of",
+    "file_system_of",
     "join_url",
     "open_store",
     "parent_url",

@@ -196,7 +196,7 @@ def no_answer(url: str, reason: str) -> EndpointError:
     """The error for a connection that was refused or reset, or for a server that did not answer.
 
     Another try may help. `silent`: if the endpoint never answered this process, retries
-    end after connect_deadline.
+    end soon (Tuning.connect_deadline).
     """
     error = EndpointError(
         f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})"

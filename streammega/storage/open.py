@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore
-from streammega.storage.backends.local import LocalStore, PreadStore
+from streammega.storage.backends.local import LocalStore, PreadStore, is_mapped
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
@@ -142,7 +142,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     """
     config = config.for_url(url)
     if not is_remote(url):
-        return (LocalStore if config.local_io == "mmap" else PreadStore)(config), local_path(url)
+        path = local_path(url)
+        return (LocalStore if is_mapped(path, config) else PreadStore)(config), path
     scheme = scheme_of(url)
     rest = url.partition("://")[2]
     if scheme in _LAZY_SCHEMES and scheme not in _registered:
@@ -235,9 +236,9 @@ def settings_digest(config: StorageConfig) -> bytes:
         latest_environment = dict(environment)
         variables = ((os.fsdecode(name), value) for name, value in latest_environment.items())
         read = sorted(pair for pair in variables if pair[0].upper().startswith(_CLIENT_ENVIRONMENT))
-        # The text of a config leaves its options out.
+        # The text of a config leaves its tuning and options out.
         options = sorted(config.storage_options.items(), key=str)
-        digest = hashlib.blake2b(repr((config, options, read)).encode()).digest()
+        digest = hashlib.blake2b(repr((config, config.tuning, options, read)).encode()).digest()
         _latest_digest = (config, latest_environment, digest)
     return digest
 

@@ -89,10 +89,10 @@ class RetryPolicy:
     def of(cls, config: StorageConfig, endpoint: bytes = b"") -> RetryPolicy:
         """The policy that a config asks for."""
         return cls(
-            retries=config.max_retries,
+            retries=config.tuning.max_retries,
             deadline=config.retry_timeout,
             endpoint=endpoint,
-            first_answer=config.connect_deadline if endpoint else math.inf,
+            first_answer=config.tuning.connect_deadline if endpoint else math.inf,
         )
 
     @property
@@ -126,7 +126,7 @@ class RetryPolicy:
                 note += f", retry_timeout is {self.deadline:.4g} s"
             note += "]"
             if never_answered and self.first_answer < self.deadline:
-                note += "; this endpoint never answered (connect_deadline)"
+                note += "; this endpoint never answered, so retry_timeout does not hold"
             if error.args:
                 # An inner policy may have appended its note already.
                 message, _, inner_note = str(error.args[0]).partition(" [failed after")
@@ -135,8 +135,8 @@ class RetryPolicy:
             raise error from None
         # Without so much time left the error follows soon.
         if min(elapsed, remaining) >= WARN_AFTER_S:
-            setting = "retry_timeout" if deadline == self.deadline else "connect_deadline"
-            until = f"{deadline:.0f} s ({setting})"
+            why = "retry_timeout" if deadline == self.deadline else "this endpoint never answered"
+            until = f"{deadline:.0f} s ({why})"
             if self.retries is not None:
                 until += f" or {self.retries} retries"
             text = "storage requests have failed for %.0f s; retrying for up to %s: %s"

@@ -13,6 +13,7 @@ import pytest
 
 from streammega.apps import bench as app
 from streammega.cli.main import main
+from streammega.cli.options import storage_config
 from tests.support.builders import write_dataset, write_run_file
 from tests.support.servers import KEY, SECRET
 from tools.bench.object_server import Running, running
@@ -106,29 +107,38 @@ def test_a_verdict_on_default_sizes_says_so(web: str, measure: Any) -> None:
 
 @pytest.mark.guarantee("bench-measures-need")
 @pytest.mark.parametrize(
-    ("behaviour", "settings", "words"),
+    ("behaviour", "settings", "tuning", "words"),
     [
+        ({"latency": 0.1}, {}, {"max_in_flight_bytes": 1 << 16}, "storage is far"),
         (
             {"latency": 0.1},
-            {"max_in_flight_bytes": 1 << 20},
-            "raise max_in_flight_bytes from 1,048",
+            {"max_concurrent_requests": 2},
+            {},
+            "raise max_concurrent_requests from 2",
         ),
-        ({"latency": 0.1}, {"max_concurrent_requests": 2}, "raise max_concurrent_requests from 2"),
-        ({"bandwidth": 200_000}, {}, "storage is the limit"),
-        ({}, {"max_request_bytes": 4096, "coalesce_gap_bytes": 0}, "requests are small"),
+        ({"bandwidth": 200_000}, {"max_concurrent_requests": 2000}, {}, "storage is the limit"),
+        ({}, {}, {"max_request_bytes": 4096, "coalesce_gap_bytes": 0}, "requests are small"),
     ],
 )
 def test_what_makes_it_slow_is_named(
     behaviour: dict[str, Any],
     settings: dict[str, Any],
+    tuning: dict[str, Any],
     words: str,
     web: str,
     tmp_path: Path,
     measure: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if words != "requests are small":
+        monkeypatch.setattr(app, "SMALL_REQUEST_BYTES", 0)  # blocks of so few tokens are small
+    tuning = {"resident_bytes": 0, **tuning}  # so that requests are sent all the time
+    monkeypatch.setattr(
+        app, "storage_config", lambda *given: storage_config(*given).tuned(**tuning)
+    )
     with running(tmp_path / "root", **behaviour) as server:
         options = {"storage_options": server.storage_options}
-        need = ("--tokens-per-second-per-gpu", "1e15")
+        need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "64")
         code, report = measure("s3://data/web", *need, **options, **settings)
     assert code == 1
     advice = " ".join(report["advice"])
@@ -215,7 +225,7 @@ def test_what_cannot_be_opened_is_one_error(
     tmp_path: Path,
 ) -> None:
     options = {"key": KEY, "secret": SECRET, "endpoint_url": server.endpoint} | options
-    lines = ["connect_deadline = 0.5", "[storage_options]"]
+    lines = ["retry_timeout = 0.5", "[storage_options]"]
     lines += [f'{name} = "{value}"' for name, value in options.items()]
     (tmp_path / "storage.toml").write_text("\n".join(lines))
     command = ["bench", url, "--seconds", SECONDS, "--storage-file", f"{tmp_path}/storage.toml"]

@@ -310,12 +310,12 @@ def test_a_certificate_that_is_not_known_says_what_to_set(tls: Tls, examine: Any
 def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Far storage, and fewer bytes in flight than it needs."""
+    """Far storage, and fewer requests at once than it needs."""
     (tmp_path / "root" / "data").mkdir(parents=True)
     write_dataset(tmp_path / "root" / "data" / "web", [np.arange(300_000) % 1000])
     storage = tmp_path / "storage.toml"
     with running(tmp_path / "root", latency=0.05) as far:
-        write_storage(storage, far.storage_options, max_in_flight_bytes=256 << 10)
+        write_storage(storage, far.storage_options, max_concurrent_requests=2)
         command = ["doctor", "s3://data/web", "--seconds", str(SECONDS)]
         assert main([*command, "--storage-file", str(storage)]) == 0
         printed = capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
         with open(run_file, "a") as file:
             file.write(section)
         config = load_run(run_file)
-        assert config.data.storage.max_in_flight_bytes >= 32 * 256 << 10
+        assert config.data.storage.max_concurrent_requests >= 32
         assert dict(config.data.storage.storage_options) == far.storage_options
         with StreamLoader(config.data, micro_batch_size=2, global_batch_size=8) as loader:
             assert next(loader)["tokens"].shape == (2, 16)
@@ -429,12 +429,12 @@ def test_a_cache_folder_that_is_a_fault_is_not_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_dataset(tmp_path / "web", [np.arange(1000)])
-    write_storage(tmp_path / "storage.toml", {}, cache_dir="/proc/nothing", read_timeout=7.0)
+    write_storage(tmp_path / "storage.toml", {}, cache_dir="/proc/nothing", request_timeout=7.0)
     command = ["doctor", str(tmp_path / "web"), "--json", "--seconds", str(SECONDS)]
     assert main([*command, "--storage-file", str(tmp_path / "storage.toml")]) == 1
     report = json.loads(capsys.readouterr().out)
     assert any(item["check"] == "cache_dir" for item in report["checks"][: report["faults"]])
-    assert report["storage"] == {"read_timeout": 7.0}
+    assert report["storage"] == {"request_timeout": 7.0}
 
 
 def test_a_gpu_without_its_torch_and_a_low_limit_of_files_are_named(

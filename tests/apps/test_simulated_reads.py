@@ -87,7 +87,7 @@ def test_ranks_send_the_requests_that_were_simulated(
     write_sharded(folder, "web", 60)
     write_sharded(folder, "code", 30)
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+        storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
         config = config_of(storage, "s3://bucket", num_samples=(BATCHES * 2 * RANKS, 0, 0))
         counted = [read_rank(config, rank, sent, tmp_path) for rank in range(RANKS)]
     datasets = {
@@ -151,7 +151,7 @@ def test_the_memory_that_was_simulated_is_held(tmp_path: Path) -> None:
         datasets[f"s3://bucket/{name}"] = (folder / f"{name}.manifest.json").read_bytes()
     sizes: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "dp_size": RANKS}
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+        storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
         config = config_of(storage, "s3://bucket", num_samples=(4, 0, 0))
         with StreamLoader(config, **sizes, dp_rank=0) as loader:
             assert sum(1 for _ in loader) == 1

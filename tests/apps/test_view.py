@@ -428,7 +428,7 @@ def test_secrets_are_in_no_page(moto: S3, tmp_path: Path, folder: Path) -> None:
     bucket = moto.new_bucket()
     for name in ("code.bin", "code.idx", "code.manifest.json"):
         moto.objects(bucket)[name] = (folder / name).read_bytes()
-    storage = StorageConfig(storage_options=moto.options, max_retries=0, retry_timeout=5)
+    storage = StorageConfig(storage_options=moto.options, retry_timeout=5).tuned(max_retries=0)
     site = client_of(Dataset(f"s3://{bucket}/code", storage, tmp_path / "cache", None))
     pages = [
         site.get(path).text for path in ("/", "/dataset/0/document/0", "/dataset/0/search?text=f1")

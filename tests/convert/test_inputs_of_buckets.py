@@ -216,7 +216,7 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_request = 3", "did you mean max_request_bytes"),
+        ("max_requests = 3", "did you mean max_concurrent_requests"),
         ('key = "hidden-value"', "storage_options"),
         ('storage_options = "hidden-value"', "storage_options must be a mapping$"),
         ('retry_timeout = "hidden-value"', "retry_timeout must be a number$"),

@@ -40,7 +40,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
 
 def opened(server: Running, cache: Path) -> tuple[Any, int]:
     """(identity, requests) of a loader that is opened."""
-    storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+    storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
     store, key = open_store(f"s3://b/web{MANIFEST}", storage)
     store.info(key)  # so that missing objects are no reason to look for the bucket
     config = DataConfig(

@@ -190,7 +190,7 @@ def test_object_storage_is_read_by_megatrons_config(
 
 def test_our_own_calls_mean_what_they_did(tmp_path: Path) -> None:
     write(str(tmp_path / "pair"), multimodal=False)
-    storage = StorageConfig(max_retries=1)
+    storage = StorageConfig().tuned(max_retries=1)
     for read in (
         IndexedDataset(str(tmp_path / "pair"), storage, tmp_path / "cache"),
         IndexedDataset(

@@ -495,7 +495,7 @@ def test_a_url_with_any_query_is_read_by_its_path(tmp_path: Path) -> None:
 def test_an_http_endpoint_that_fails_is_told_so_and_is_no_missing_object(
     tmp_path: Path, what: str, name: str
 ) -> None:
-    storage = StorageConfig(connect_deadline=0.2, retry_timeout=0.2)
+    storage = StorageConfig(retry_timeout=0.2).tuned(connect_deadline=0.2)
     with http_server({}) as server:
         server.status = 503
         urls = {"unknown": "https://nonexistent.invalid", "fails": server.url}

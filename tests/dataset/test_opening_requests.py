@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 def config_of(server: Running, name: str, order: Any, cache: Path, **options: Any) -> DataConfig:
     # requests are counted: a busy machine would hedge one now and then
-    storage = StorageConfig(storage_options=server.storage_options, hedge_requests=False)
+    storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
     return DataConfig(
         blend=[f"s3://b/{name}"],
         sequence_length=8,

@@ -178,7 +178,7 @@ def test_an_error_under_way_is_raised_where_it_is_due(
         for suffix in (".bin", ".idx")
     }
     with http_server(objects) as server:
-        storage = StorageConfig(max_retries=0, request_timeout=60, memory_bytes=1 << 20)
+        storage = StorageConfig(request_timeout=60, memory_bytes=1 << 20).tuned(max_retries=0)
         remote = replace(config, blend=[f"{server.url}/p"], storage=storage)
         with StreamLoader(remote, **SIZES).prefetch_to(DEVICE) as loader:
             server.status = 403

@@ -265,8 +265,8 @@ def test_windows_get_memory_where_a_phase_reads_samples_outside_of_blocks(
 ) -> None:
     """Samples that earlier phases left unread are in no block. Other datasets of the run are."""
     in_flight_bytes = 4096
-    storage = replace(
-        storage_of(server, "obstore"), memory_bytes=8_000_000, max_in_flight_bytes=in_flight_bytes
+    storage = replace(storage_of(server, "obstore"), memory_bytes=8_000_000).tuned(
+        max_in_flight_bytes=in_flight_bytes
     )
     config = replace(
         config_of("stream", "s3:/", tmp_path, storage, samples=3000),
@@ -290,8 +290,8 @@ def test_windows_get_memory_for_a_dataset_that_is_too_small_for_blocks(
     server: Running, tmp_path: Path
 ) -> None:
     write_lengths(f"{server.root}/data/few-samples", [700])
-    storage = replace(
-        storage_of(server, "obstore"), memory_bytes=8_000_000, max_in_flight_bytes=4096
+    storage = replace(storage_of(server, "obstore"), memory_bytes=8_000_000).tuned(
+        max_in_flight_bytes=4096
     )
     config = replace(
         config_of("stream", "s3:/", tmp_path, storage),
@@ -395,8 +395,8 @@ def test_the_first_blocks_of_an_epoch_fit_beside_the_last_of_the_one_before(
         order="stream",
         shuffle_lanes=lanes,
         shuffle_block_bytes=1 << 14,
-        storage=replace(
-            storage_of(server, "obstore"), memory_bytes=50_000_000, max_request_bytes=6000
+        storage=replace(storage_of(server, "obstore"), memory_bytes=50_000_000).tuned(
+            max_request_bytes=6000
         ),
         index_cache_dir=tmp_path,
     )
@@ -555,8 +555,8 @@ def lookahead_with_room(
 def test_a_shard_without_tokens_is_read_with_a_cache(server: Running, tmp_path: Path) -> None:
     for name, tokens in (("full", 2000), ("none", 0)):
         write_lengths(f"{server.root}/data/shards/{name}", [tokens])
-    storage = replace(
-        storage_of(server, "obstore"), cache_dir=tmp_path / "pages", cache_chunk_bytes=1 << 20
+    storage = replace(storage_of(server, "obstore"), cache_dir=tmp_path / "pages").tuned(
+        cache_chunk_bytes=1 << 20
     )
     config = replace(
         config_of("stream", "s3:/", tmp_path / "cache", storage, samples=24),
@@ -772,7 +772,7 @@ def test_nothing_is_left_of_loaders_that_were_closed(
 ) -> None:
     storage = storage_of(server, "obstore")
     if where == "cache":
-        storage = replace(storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=1 << 20)
+        storage = replace(storage, cache_dir=tmp_path / "cache").tuned(cache_chunk_bytes=1 << 20)
     config = config_of(
         "megatron", str(server.root) if where == "local" else "s3:/", tmp_path, storage
     )

@@ -205,7 +205,7 @@ def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: Da
     }
     number = Numbered(config)
     with http_server(objects) as server:
-        storage = StorageConfig(max_retries=0, request_timeout=60, memory_bytes=1 << 20)
+        storage = StorageConfig(request_timeout=60, memory_bytes=1 << 20).tuned(max_retries=0)
         remote = replace(config, blend=[f"{server.url}/p"], storage=storage)
         with StreamLoader(remote, **SIZES) as loader:
             server.status = 403

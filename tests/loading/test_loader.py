@@ -461,9 +461,7 @@ def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) ->
         ({"request_timeout": "60"}, "request_timeout is a str; it must be a number"),
         ({"retry_timeout": None}, "retry_timeout is None; it must be a number"),
         ({"cache_dir": 3}, "cache_dir is 3; it must be text or a path"),
-        ({"hedge_requests": "off"}, "hedge_requests is a str; it must be true or false"),
         ({"storage_options": "key=secret-word"}, "storage_options is a str; it must be a mapping"),
-        ({"local_io": "map"}, "local_io is 'map'"),
     ],
 )
 def test_storage_settings_that_cannot_work_are_refused(
@@ -471,6 +469,20 @@ def test_storage_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         StorageConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hedge_requests": "off"}, "hedge_requests is 'off'; it must be true or false"),
+        ({"local_io": "map"}, "local_io is 'map'; it must be one of mmap, pread"),
+    ],
+)
+def test_values_of_tuning_that_cannot_work_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StorageConfig().tuned(**change)
 
 
 def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(
@@ -523,7 +535,7 @@ def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: D
         f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
         for suffix in (".bin", ".idx")
     }
-    storage = StorageConfig(max_retries=0, request_timeout=60)
+    storage = StorageConfig(request_timeout=60).tuned(max_retries=0)
     with http_server(dict(objects)) as server:
         remote = replace(
             config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None

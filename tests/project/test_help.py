@@ -258,7 +258,7 @@ def pair(tmp_path: Path) -> str:
         ("gc {pair}b", "no such dataset, nor what is left of one; is web meant?"),
         ("gc {tmp_path}/none/x", "no such dataset"),
         ("gc {tmp_path}/run/metrics.jsonl", "nor what is left of one; check the name"),
-        ("ls s3://b/x --storage max_retries=0", "write it above [storage_options], in a file"),
+        ("ls s3://b/x --storage retry_timeout=0", "write it above [storage_options], in a file"),
         (
             "ls s3://b/x --storage-file {tmp_path}/s.toml",
             "client_kwargs of storage_options hold bad",

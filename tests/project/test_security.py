@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
+from streammega.config.storage import Tuning
 from streammega.convert.work_dir import WorkDir
 from streammega.errors import AccessDeniedError, FormatError, StorageError
 from streammega.storage import open_store
@@ -32,7 +33,7 @@ from streammega.train.config import load_run
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_dataset, write_manifest, write_run_file
 
-FAST = {"max_retries": 0, "request_timeout": 5}
+FAST: dict[str, Any] = {"request_timeout": 5, "_tuning": Tuning(max_retries=0)}
 
 
 class Tls:
@@ -107,13 +108,13 @@ def test_a_certificate_that_nobody_signed_is_refused_unless_it_is_given(
 ) -> None:
     options: dict[str, Any] = {"key": "key", "secret": "secret", "endpoint_url": tls.url}
     for url, given in (("s3://bucket/web.bin", options), (f"{tls.url}/web.bin", {})):
-        storage = StorageConfig(transport=transport, storage_options=given, **FAST)  # type: ignore[arg-type]
+        storage = StorageConfig(transport=transport, storage_options=given, **FAST)
         store, key = open_store(url, storage)
         with pytest.raises(StorageError, match="did not answer"):
             store.info(key)
     assert tls.asked == []
     options["client_kwargs"] = {"verify": tls.certificate}
-    storage = StorageConfig(transport=transport, storage_options=options, **FAST)  # type: ignore[arg-type]
+    storage = StorageConfig(transport=transport, storage_options=options, **FAST)
     store, key = open_store("s3://bucket/web.bin", storage)
     assert store.info(key).size == 4
     assert tls.asked == ["/bucket/web.bin"]
@@ -130,7 +131,7 @@ def test_keys_of_oss_are_no_keys_of_s3(monkeypatch: pytest.MonkeyPatch, transpor
         monkeypatch.setenv(f"{family}_ACCESS_KEY_ID", "LTAIkey")
         monkeypatch.setenv(f"{family}_ACCESS_KEY_SECRET", "secret")
     options = {"endpoint_url": "http://127.0.0.1:1"}
-    storage = StorageConfig(transport=transport, storage_options=options, **FAST)  # type: ignore[arg-type]
+    storage = StorageConfig(transport=transport, storage_options=options, **FAST)
     with pytest.raises(AccessDeniedError):
         IndexedDataset("s3://bucket/web", storage)
 

@@ -36,10 +36,8 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
     write_shards(tmp_path, [5, 6])
     with running(tmp_path) as server:
         storage = StorageConfig(
-            storage_options=server.storage_options,
-            cache_dir=tmp_path / "cache",
-            cache_chunk_bytes=1 << 20,
-        )
+            storage_options=server.storage_options, cache_dir=tmp_path / "cache"
+        ).tuned(cache_chunk_bytes=1 << 20)
         config = DataConfig(
             blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
             num_samples=(3000, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx",

@@ -290,7 +290,7 @@ def test_closing_ends_the_wait_for_a_page_that_another_process_fetches(tmp_path:
     with other_process(tmp_path, "fetch"):
         cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE)
         store = CachedStore(_Never(), cached)  # type: ignore[arg-type]
-        fetcher = Fetcher(StorageConfig(hedge_requests=False), 1 << 24)
+        fetcher = Fetcher(StorageConfig().tuned(hedge_requests=False), 1 << 24)
         holding = FetchGroup(SIZE, [RangeRequest(store, "k", "e", 0, SIZE, 0)])
         fetcher.submit([holding])
         time.sleep(0.2)
@@ -360,7 +360,7 @@ def test_staging_passes_over_what_another_process_fetches(tmp_path: Path) -> Non
             store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e"
         )
         stager = Stager(
-            [file], StorageConfig(max_request_bytes=PAGE_BYTES, cache_chunk_bytes=CHUNK)
+            [file], StorageConfig().tuned(max_request_bytes=PAGE_BYTES, cache_chunk_bytes=CHUNK)
         )
         wait_for(lambda: cached.has(PAGE_BYTES, size))
         assert not cached.has(0, 1)
@@ -376,7 +376,9 @@ def test_staging_keeps_to_the_chunks_of_the_cache(tmp_path: Path) -> None:
     cached = open_object(PageCache(tmp_path, 1 << 30, uneven), "s3://b/k", size)
     store = CachedStore(_Stuck(data_of(size), -1), cached)  # type: ignore[arg-type]
     file = TokenFile(store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e")
-    stager = Stager([file], StorageConfig(max_request_bytes=300_000, cache_chunk_bytes=uneven))
+    stager = Stager(
+        [file], StorageConfig().tuned(max_request_bytes=300_000, cache_chunk_bytes=uneven)
+    )
     wait_for(lambda: not any(thread.is_alive() for thread in stager._threads))
     assert cached.has(0, size)
     assert read(cached) == 0

@@ -130,7 +130,7 @@ class TestGoogleThroughMoto(CloudContract):
         name = f"gs{os.urandom(6).hex()}"
         s3.client().create_bucket(Bucket=name)
         options = {"endpoint_url": s3.endpoint, "bearer_token": "not-looked-at"}
-        return ObstoreStore("gs", name, StorageConfig(storage_options=options, max_retries=1))
+        return ObstoreStore("gs", name, StorageConfig(storage_options=options).tuned(max_retries=1))
 
 
 @pytest.mark.skipif(not AZURITE, reason="Azurite is installed by npm; see the head of this file")
@@ -144,7 +144,9 @@ class TestAzureThroughAzurite(CloudContract):
             "account_name": ACCOUNT,
             "account_key": ACCOUNT_KEY,
         }
-        return ObstoreStore("az", container, StorageConfig(storage_options=options, max_retries=1))
+        return ObstoreStore(
+            "az", container, StorageConfig(storage_options=options).tuned(max_retries=1)
+        )
 
 
 def make_container(name: str) -> None:

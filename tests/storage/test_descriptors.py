@@ -18,14 +18,14 @@ from streammega.storage import open_store
 endpoint, transport, built, local = sys.argv[1:]
 storage = StorageConfig(
     transport=transport, storage_options={"anon": True, "endpoint_url": endpoint},
-    max_retries=0, request_timeout=5, read_timeout=2
-)
+    request_timeout=5,
+).tuned(max_retries=0, read_timeout=2)
 first, key = open_store("s3://data/k", storage)
 assert len(first.read(key, [(0, 10)])[0]) == 10  # all that is imported late is there
 other = open_store("s3://data/k", StorageConfig(
     transport=transport, storage_options={"anon": True, "endpoint_url": endpoint},
-    max_retries=0, request_timeout=5, read_timeout=3
-))
+    request_timeout=5,
+).tuned(max_retries=0, read_timeout=3))
 if built == "True":
     getattr(other[0], "inner", other[0])._client()  # so that the connection is what fails
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

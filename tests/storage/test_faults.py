@@ -132,7 +132,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     # so that a second holds a dozen pauses, and more than one that could warn
     monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.1)
     monkeypatch.setattr("streammega.storage.retry.WARN_AFTER_S", 0.5)
-    storage = replace(storage_of(server, transport), max_retries=None)
+    storage = storage_of(server, transport).tuned(max_retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
     expected = stream(replace(config, blend=blend_of(server.root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
@@ -199,7 +199,7 @@ def test_another_region_is_named(
 def test_storage_is_given_up_after_so_many_retries(
     server: Running, tmp_path: Path, transport: str
 ) -> None:
-    storage = replace(storage_of(server, transport), max_retries=2)
+    storage = storage_of(server, transport).tuned(max_retries=2)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
@@ -233,7 +233,7 @@ def test_an_object_that_is_replaced_stops_the_run(
 @pytest.mark.guarantee("slow-answers-asked")
 def test_stragglers_are_asked_for_twice(server: Running, tmp_path: Path) -> None:
     """One answer in fifty takes a second; nobody waits for it."""
-    storage = replace(storage_of(server, "obstore"), read_timeout=20, request_timeout=30)
+    storage = replace(storage_of(server, "obstore"), request_timeout=30).tuned(read_timeout=20)
     loader = StreamLoader(
         config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
@@ -247,7 +247,7 @@ def test_stragglers_are_asked_for_twice(server: Running, tmp_path: Path) -> None
 
 
 def test_closing_does_not_wait_for_a_stalled_endpoint(server: Running, tmp_path: Path) -> None:
-    storage = replace(storage_of(server, "obstore"), read_timeout=3, request_timeout=30)
+    storage = replace(storage_of(server, "obstore"), request_timeout=30).tuned(read_timeout=3)
     loader = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
     )
@@ -286,7 +286,7 @@ def test_ctrl_c_ends_a_run_soon(server: Running, tmp_path: Path, moment: str) ->
     code = f"""
 import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
-storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {server.endpoint!r}}}, read_timeout=2)
+storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {server.endpoint!r}}}).tuned(read_timeout=2)
 config = DataConfig(
     blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r}
 )
@@ -358,7 +358,7 @@ def test_a_listing_that_ends_with_a_full_page_goes_on_after_its_last_key(
     server.answers.append(listing_answer("b1", "b2"))
     server.max_answers = len(server.answers)
     options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
-    storage = StorageConfig(storage_options=options, max_retries=0)
+    storage = StorageConfig(storage_options=options).tuned(max_retries=0)
     store, _ = open_store(f"{scheme}://bucket", storage)
     assert [info.key for info in store.list("")] == [*keys, "b1", "b2"]
 

@@ -44,7 +44,7 @@ from streammega.storage.seekable_zstd import FrameWriter, read_frames
 from streammega.storage.store import Buffer, Bytes, Span, Store
 
 SIZE = 1000
-CONFIG = StorageConfig(memory_bytes=1 << 24, hedge_requests=False)
+CONFIG = StorageConfig(memory_bytes=1 << 24).tuned(hedge_requests=False)
 
 
 class Recorded:
@@ -114,7 +114,7 @@ def test_requests_in_flight_keep_to_both_limits(
     store = Recorded(lambda start: time.sleep(0.002))
     fetch(
         store,
-        replace(CONFIG, max_concurrent_requests=requests, max_in_flight_bytes=size),
+        replace(CONFIG, max_concurrent_requests=requests).tuned(max_in_flight_bytes=size),
         120,
         key=lambda n: str(n % objects),
     )
@@ -337,7 +337,7 @@ def test_memory_counts_from_admission_and_is_allocated_when_the_answer_arrives()
 
 def fetcher_that_knows_quick_answers(store: Any) -> Fetcher:
     """A fetcher after a hundred of them, which can tell a straggler. It has sent no copies yet."""
-    made = Fetcher(replace(CONFIG, max_concurrent_requests=24, hedge_requests=True))
+    made = Fetcher(replace(CONFIG, max_concurrent_requests=24).tuned(hedge_requests=True))
     quick = [one_read(store, n, SIZE) for n in range(100)]
     made.submit(quick)
     made.wait(quick)
@@ -478,7 +478,7 @@ def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     store = Recorded(
         lambda start: time.sleep(0.15 if start // SIZE % 3 == 0 and start > 60 * SIZE else 0.001)
     )
-    config = replace(CONFIG, max_concurrent_requests=24, hedge_requests=True)
+    config = replace(CONFIG, max_concurrent_requests=24).tuned(hedge_requests=True)
     counters = fetch(store, config, 300, key=str)
     assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, (
         "a few, however few requests there were"

@@ -79,11 +79,8 @@ def place(
     (tmp_path / "data").mkdir()
     with running(tmp_path) as endpoint:
         storage = StorageConfig(
-            transport=request.param,
-            storage_options=endpoint.storage_options,
-            read_timeout=0.5,
-            request_timeout=20,
-        )
+            transport=request.param, storage_options=endpoint.storage_options, request_timeout=20
+        ).tuned(read_timeout=0.5)
         place = Place(tmp_path, endpoint, storage)
         place.write("a.bin", DATA)
         yield place

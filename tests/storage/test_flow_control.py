@@ -44,7 +44,9 @@ SIZES = st.integers(1, 1 << 30)
 
 def flow_with(window: float = 400.0, max_bytes: int = MIB) -> FlowControl:
     """Of 400 requests at most, of which refusals left so many."""
-    flow = FlowControl(StorageConfig(max_concurrent_requests=400, max_in_flight_bytes=max_bytes))
+    flow = FlowControl(
+        StorageConfig(max_concurrent_requests=400).tuned(max_in_flight_bytes=max_bytes)
+    )
     flow.window = window
     return flow
 
@@ -58,7 +60,7 @@ def start(flow: FlowControl, count: int, size: int) -> None:
 
 
 def test_all_requests_of_the_config_are_allowed_at_first() -> None:
-    flow = FlowControl(StorageConfig(max_concurrent_requests=3, max_in_flight_bytes=MIB))
+    flow = FlowControl(StorageConfig(max_concurrent_requests=3).tuned(max_in_flight_bytes=MIB))
     start(flow, 2, 1)
     assert flow.can_send(1, 0.0)
     assert not flow.can_send(1, 0.0, 2)
@@ -135,7 +137,7 @@ def test_whatever_happens_the_window_stays_between_one_and_what_is_configured(
         else:
             flow.refused(seconds, seconds)
         assert 1.0 <= flow.window <= most
-        assert flow.near_bytes <= flow.max_bytes <= StorageConfig().max_in_flight_bytes
+        assert flow.near_bytes <= flow.max_bytes <= StorageConfig().tuning.max_in_flight_bytes
 
 
 @pytest.mark.guarantee("429-503-halve")

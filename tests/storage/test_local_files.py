@@ -26,8 +26,15 @@ from streammega import (
     build_datasets,
 )
 from streammega.errors import ConfigError, ObjectChangedError, ObjectNotFoundError, StorageError
-from streammega.storage import retry
-from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore, map_file
+from streammega.storage import open_store, retry
+from streammega.storage.backends import local
+from streammega.storage.backends.local import (
+    WRITE_BACK_BYTES,
+    LocalStore,
+    PreadStore,
+    file_system_of,
+    map_file,
+)
 from streammega.storage.object_ops import link, move_or_copy
 from streammega.storage.store import copy_into
 from tests.support.processes import launch
@@ -311,8 +318,8 @@ def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix
     mapped = first_batches(shard, order, StorageConfig(), tmp_path / "a")
     assert len(mapped) == 16
     for storage in (
-        StorageConfig(local_io="pread"),
-        StorageConfig(local_io="pread", cache_dir=tmp_path / "pages"),
+        StorageConfig().tuned(local_io="pread"),
+        StorageConfig(cache_dir=tmp_path / "pages").tuned(local_io="pread"),
     ):
         np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
 
@@ -325,7 +332,7 @@ from streammega.errors import StorageError
 from tests.storage.test_local_files import write_shard
 
 shard = write_shard(Path(sys.argv[1]) / "shard", 5, tokens=2_000_000)
-storage = StorageConfig(local_io="pread", memory_bytes=1 << 20)
+storage = StorageConfig(memory_bytes=1 << 20).tuned(local_io="pread")
 config = DataConfig(blend=[shard], sequence_length=512, order="stream", storage=storage)
 try:
     with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
@@ -349,7 +356,9 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 ) -> None:
     write_shard(tmp_path / "shard", 5)
     dataset = IndexedDataset(
-        str(tmp_path / "shard"), StorageConfig(local_io="pread", max_retries=2), tmp_path / "cache"
+        str(tmp_path / "shard"),
+        StorageConfig().tuned(local_io="pread", max_retries=2),
+        tmp_path / "cache",
     )
     read = os.preadv
     failures = iter([errno.EIO, errno.ESTALE])
@@ -368,7 +377,84 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 
 def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be one of mmap, pread"):
-        StorageConfig(local_io="direct")  # type: ignore[arg-type]
+        StorageConfig().tuned(local_io="direct")
+
+
+MOUNTS = r"""
+22 27 0:21 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a:/b
+23 22 8:1 / /data rw,relatime shared:2 master:1 - ext4 /dev/sda1 rw
+24 23 0:30 / /data/team\040-\040files rw - nfs4 server:/a rw,vers=4.2
+25 24 0:31 / /data/team\040-\040files/scratch rw - xfs /dev/nvme0n1 rw
+26 22 0:32 / /mnt rw - ext4 /dev/sdb1 rw
+27 26 0:33 / /mnt rw - fuse.juicefs JuiceFS:web rw
+28 22 0:34 / /home rw - autofs systemd-1 rw
+29 22 0:35 / /tabs\011and\134 rw - cifs //host/share rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount", "kind", "is_remote"),
+    [
+        ("/", "/", "overlay", False),
+        ("/database", "/", "overlay", False),
+        ("/data", "/data", "ext4", False),
+        ("/data/web/web.bin", "/data", "ext4", False),
+        ("/data/team - files/web.bin", "/data/team - files", "nfs4", True),
+        ("/data/team - files 2/web.bin", "/data", "ext4", False),
+        ("/data/team - files/scratch/web.bin", "/data/team - files/scratch", "xfs", False),
+        ("/mnt/web.bin", "/mnt", "fuse.juicefs", True),
+        ("/home/me/web.bin", "/home", "autofs", True),
+        ("/tabs\tand\\/web.bin", "/tabs\tand\\", "cifs", True),
+    ],
+)
+def test_the_longest_mount_point_says_on_what_a_file_lies(
+    path: str, mount: str, kind: str, is_remote: bool, mounted: Any
+) -> None:
+    mounted(MOUNTS)
+    found = file_system_of(path)
+    assert found == (mount, kind)
+    assert found.is_remote == is_remote
+
+
+@pytest.mark.guarantee("local-pread-file")
+def test_files_of_another_machine_are_read_by_pread(tmp_path: Path, mounted: Any) -> None:
+    """Also through a link from a local folder, and each by its own mount point."""
+    for folder in ("shared", "shared/local"):
+        (tmp_path / folder).mkdir()
+        write_shard(tmp_path / folder / "shard", 5)
+    (tmp_path / "link").symlink_to(tmp_path / "shared")
+    blank = str(tmp_path).replace(" ", r"\040")
+    mounted(
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"2 1 0:30 / {blank}/shared rw - nfs server:/a rw\n"
+        f"3 2 8:2 / {blank}/shared/local rw - ext4 /dev/sdb1 rw\n"
+    )
+    for name, is_mapped in (("shared", False), ("link", False), ("shared/local", True)):
+        prefix = str(tmp_path / name / "shard")
+        assert isinstance(open_store(prefix, StorageConfig())[0], PreadStore) != is_mapped
+        dataset = IndexedDataset(prefix, StorageConfig(), tmp_path / "cache")
+        assert dataset.mmap == is_mapped
+        assert (tokens(dataset, 3) == 5).all()
+    assert IndexedDataset(str(tmp_path / "shared" / "shard"), mmap=True).mmap
+    assert not IndexedDataset(str(tmp_path / "shared" / "local" / "shard"), mmap=False).mmap
+
+
+def test_files_are_mapped_where_the_system_names_no_mounts(tmp_path: Path, mounted: Any) -> None:
+    mounted(None)
+    assert file_system_of(str(tmp_path)) == ("/", "unknown")
+    assert not isinstance(open_store(str(tmp_path / "a"), StorageConfig())[0], PreadStore)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the system say what is mounted; None: it does not say it."""
+
+    def say(text: str | None) -> None:
+        if text is not None:
+            (tmp_path / "mountinfo").write_text(text)
+        monkeypatch.setattr(local, "MOUNTINFO", str(tmp_path / "mountinfo"))
+
+    return say
 
 
 class SmallDisk(io.FileIO):

@@ -113,7 +113,7 @@ class OssContract(StoreContract):
 class TestOss(OssContract):
     @pytest.fixture(params=[OssStore, Oss2Store])
     def store(self, request: pytest.FixtureRequest, oss: Oss) -> Store:
-        storage = StorageConfig(storage_options=oss.options, max_retries=2)
+        storage = StorageConfig(storage_options=oss.options).tuned(max_retries=2)
         store: Store = request.param("oss", oss.new_bucket(), storage)
         return store
 
@@ -129,11 +129,8 @@ def transport(request: pytest.FixtureRequest) -> Any:
 
 def config_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
     return StorageConfig(
-        transport=transport,
-        storage_options=oss.options | options,
-        max_retries=1,
-        request_timeout=10,
-    )
+        transport=transport, storage_options=oss.options | options, request_timeout=10
+    ).tuned(max_retries=1)
 
 
 def opened(oss: Oss, transport: Any, name: str = "dir/object", **options: Any) -> tuple[Store, str]:
@@ -338,7 +335,7 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     path.write_text(json.dumps(first))
     oss.know(**known)
     options = {"endpoint": oss.endpoint, "credentials_file": str(path)}
-    config = StorageConfig(transport=transport, storage_options=options, max_retries=1)
+    config = StorageConfig(transport=transport, storage_options=options).tuned(max_retries=1)
     store, key = open_store(f"oss://{oss.new_bucket()}/key", config)
     put(store, key, b"abcdef")
     known["STS.1"]["expires"] = time.time() - 1  # type: ignore[assignment]
@@ -492,7 +489,7 @@ def test_s3_buckets_by_virtual_host_are_read_and_written(oss: Oss, transport: An
     }
     store, key = open_store(
         f"s3://{bucket}/dir/key",
-        StorageConfig(transport=transport, storage_options=options, max_retries=1),
+        StorageConfig(transport=transport, storage_options=options).tuned(max_retries=1),
     )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10

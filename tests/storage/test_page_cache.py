@@ -332,15 +332,15 @@ def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
 ) -> None:
     plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(server, "obstore"))
     expected = stream(plain)
-    storage = replace(
-        plain.storage, cache_dir=tmp_path / "cache", cache_chunk_bytes=CHUNK, memory_bytes=4_000_000
+    storage = replace(plain.storage, cache_dir=tmp_path / "cache", memory_bytes=4_000_000).tuned(
+        cache_chunk_bytes=CHUNK
     )
     config = replace(plain, storage=storage)
     assert torch.equal(stream(config), expected)
     wait_until_staged(config, bin_bytes(server.root))
     before = server.counts()["bytes"]
     # on a busy machine a cached page may be asked for twice
-    config = replace(config, storage=replace(storage, hedge_requests=False))
+    config = replace(config, storage=storage.tuned(hedge_requests=False))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
         got = torch.cat(
@@ -375,11 +375,8 @@ def wait_until_staged(config: DataConfig, total: int) -> None:
 def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
     """Read a stream through a cache: to be killed meanwhile."""
     storage = StorageConfig(
-        storage_options={"anon": True, "endpoint_url": endpoint},
-        max_request_bytes=65536,
-        cache_dir=Path(folder) / "cache",
-        cache_chunk_bytes=1 << 20,
-    )
+        storage_options={"anon": True, "endpoint_url": endpoint}, cache_dir=Path(folder) / "cache"
+    ).tuned(max_request_bytes=65536, cache_chunk_bytes=1 << 20)
     print("started", flush=True)
     for _ in StreamLoader(
         config_of(order, "s3:/", Path(folder) / "idx", storage),
@@ -412,9 +409,10 @@ def kill_at_random_moments(
                     assert try_lock(file.fileno()), "locks die with their holders"
     server.behave()
     plain = config_of(order, "s3:/", folder / "idx", storage_of(server, "obstore"))
-    cached = replace(plain, storage=StorageConfig(
-        storage_options=server.storage_options, max_request_bytes=65536, cache_dir=folder / "cache", cache_chunk_bytes=1 << 20
-    ))  # fmt: skip
+    storage = StorageConfig(
+        storage_options=server.storage_options, cache_dir=folder / "cache"
+    ).tuned(max_request_bytes=65536, cache_chunk_bytes=1 << 20)
+    cached = replace(plain, storage=storage)
     assert torch.equal(stream(cached), stream(plain))
 
 

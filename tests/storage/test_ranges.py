@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import StorageConfig
+from streammega.config.storage import Tuning
 from streammega.errors import EndpointError, ShortReadError, StorageError
 from streammega.storage import open_store
 from streammega.storage.fetch.fetcher import Fetcher
@@ -159,7 +160,12 @@ def test_a_body_that_drips_or_stalls_is_given_up_in_time(
     server: HttpObjects, scheme: str, transport: str, seconds_per_byte: float
 ) -> None:
     store, key = store_of(
-        server, scheme, transport, request_timeout=0.6, read_timeout=0.4, retry_timeout=1.0
+        server,
+        scheme,
+        transport,
+        request_timeout=0.6,
+        retry_timeout=1.0,
+        _tuning=Tuning(read_timeout=0.4),
     )
     server.seconds_per_byte = seconds_per_byte
     began = time.monotonic()
@@ -233,7 +239,7 @@ def test_flow_control_is_told_of_refusals_that_a_batch_outlived(server: HttpObje
     server.answer_range = refuse_last
     requests = [RangeRequest(store, key, "", at, at + 8, at) for at in (0, 500, 1000)]
     fetcher = Fetcher(
-        StorageConfig(memory_bytes=1 << 20, max_concurrent_requests=8, hedge_requests=False)
+        StorageConfig(memory_bytes=1 << 20, max_concurrent_requests=8).tuned(hedge_requests=False)
     )
     fetcher.flow.answered(requests[0].size_class, 1, 0.01)  # before an answer none go together
     group = FetchGroup(1008, requests)

@@ -95,7 +95,7 @@ def seen(operation: Callable[[], Any]) -> str:
     return f"{result!r}\n{result}"
 
 
-FAST = StorageConfig(request_timeout=2, max_retries=0, read_timeout=2)
+FAST = StorageConfig(request_timeout=2).tuned(max_retries=0, read_timeout=2)
 
 
 def config(*blend: str, **settings: Any) -> DataConfig:
@@ -130,7 +130,7 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
     "show a dataset": lambda site: IndexedDataset(f"{site.url}/set", FAST),
     "ask for a sequence that is not there": lambda site: IndexedDataset(f"{site.url}/one", FAST)[10**6],
     "open an empty folder": lambda site: IndexedDataset(f"{site.memory}/none/", FAST),
-    "read by fsspec": lambda site: IndexedDataset(f"{site.url}/bad", StorageConfig(transport="fsspec", max_retries=0)),
+    "read by fsspec": lambda site: IndexedDataset(f"{site.url}/bad", StorageConfig(transport="fsspec").tuned(max_retries=0)),
     "stream a bad index": lambda site: one_batch(config(f"{site.url}/bad")),
     "stream what is cut short": lambda site: one_batch(config(f"{site.url}/short")),
     "stream nothing": lambda site: one_batch(config(f"{site.url}/nothing")),
@@ -227,7 +227,7 @@ def memory_with(site: Site) -> list[str]:
 def test_files_of_a_run_hold_no_passwords(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = StorageConfig(cache_dir=tmp_path / "cache", max_retries=0)
+    storage = StorageConfig(cache_dir=tmp_path / "cache").tuned(max_retries=0)
     for order in ("stream", "megatron"):
         one_batch(
             config(
@@ -418,8 +418,8 @@ def test_secret_options_show_nowhere_whatever_fails(
         "endpoint_url": f"http://127.0.0.1:{port}",
     }
     options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}  # type: ignore[dict-item]
-    storage = StorageConfig(
-        transport=transport, storage_options=options, request_timeout=1, max_retries=0
+    storage = StorageConfig(transport=transport, storage_options=options, request_timeout=1).tuned(
+        max_retries=0
     )
     (tmp_path / "in.txt").write_text("text")
     operations: dict[str, Callable[[], Any]] = {
@@ -452,8 +452,7 @@ def test_what_a_server_says_back_is_cleaned(s3: S3, s3_storage: StorageConfig) -
     storage = StorageConfig(
         transport=s3_storage.transport,
         storage_options={**s3.options, "secret": wrong, "token": wrong},
-        max_retries=0,
-    )
+    ).tuned(max_retries=0)
     text = seen(lambda: IndexedDataset("s3://no-such-bucket/web", storage))
     assert wrong not in text
     assert s3.options["key"] not in text

@@ -272,7 +272,7 @@ def commands(
 ) -> list[list[str]]:
     """A call of each command on the data below a URL."""
     folder = world.written / "tmp"
-    settings = {"transport": transport, "max_retries": 0, "request_timeout": 5}
+    settings = {"transport": transport, "retry_timeout": 1, "request_timeout": 5}
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     section = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
     world.give("storage.toml", "\n".join([*lines, "[storage_options]", *section]) + "\n")

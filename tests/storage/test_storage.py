@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import pickle
@@ -22,6 +21,7 @@ import obstore
 import pytest
 
 from streammega import IndexedDataset, StorageConfig
+from streammega.config.storage import Tuning
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -323,7 +323,7 @@ class TestLocalStore(StoreContract):
 class TestLocalByReads(TestLocalStore):
     @pytest.fixture
     def store(self) -> Store:
-        return PreadStore(StorageConfig(local_io="pread"))
+        return PreadStore(StorageConfig().tuned(local_io="pread"))
 
 
 class TestMemoryThroughFsspec(StoreContract):
@@ -430,11 +430,12 @@ def test_uploads_may_be_tried_for_ever(moto: S3) -> None:
     assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
 
 
-@pytest.mark.parametrize("name", ["request_timeout", "read_timeout"])
-def test_one_request_cannot_take_for_ever(name: str) -> None:
-    settings: dict[str, Any] = {name: float("inf")}
+@pytest.mark.parametrize(
+    ("kind", "name"), [(StorageConfig, "request_timeout"), (Tuning, "read_timeout")]
+)
+def test_one_request_cannot_take_for_ever(kind: type, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is inf; it must be more than 0 and at most"):
-        StorageConfig(**settings)
+        kind(**{name: float("inf")})
 
 
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
@@ -442,7 +443,7 @@ def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to
 ) -> None:
     monkeypatch.setattr("streammega.storage.backends.obstore.MAX_PARTS", 2)
     bucket = moto.new_bucket()
-    config = StorageConfig(storage_options=moto.options, multipart_part_bytes=5 << 20)
+    config = StorageConfig(storage_options=moto.options).tuned(multipart_part_bytes=5 << 20)
     store, key = open_store(f"s3://{bucket}/large", config)
     writer = store.open_writer(key)
     with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
@@ -461,7 +462,9 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
     assert with_part_bytes_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
     for size in (313 << 30, 5 << 40):
         assert (
-            size < with_part_bytes_for(plain, size).multipart_part_bytes * MAX_PARTS <= 1.2 * size
+            size
+            < with_part_bytes_for(plain, size).tuning.multipart_part_bytes * MAX_PARTS
+            <= 1.2 * size
         )
 
 
@@ -638,7 +641,7 @@ def test_an_object_that_is_not_there_costs_a_client_one_request(tmp_path: Path) 
             with pytest.raises(ObjectNotFoundError):
                 store.info(key)
             assert server.counts()["requests"] == requests
-        other, _ = open_store("s3://bucket/empty", dataclasses.replace(config, read_timeout=7.0))
+        other, _ = open_store("s3://bucket/empty", config.tuned(read_timeout=7.0))
         assert other.info("empty").size == 0
 
 
@@ -697,7 +700,7 @@ def test_a_name_that_no_object_can_have_is_refused_before_a_request(url: str) ->
 
 def test_a_url_of_http_may_be_longer_than_the_name_of_an_object() -> None:
     url = "http://127.0.0.1:1/"
-    config = StorageConfig(max_retries=0)
+    config = StorageConfig().tuned(max_retries=0)
     store, key = open_store(url + "k" * 2000, config)
     with pytest.raises(EndpointError, match="Connection refused"):
         store.read(key, [(0, 1)])
@@ -833,7 +836,7 @@ def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
         repr(s3_storage),
         str(s3_storage),
         store.url(key),
-        repr(dataclasses.replace(s3_storage, max_retries=1)),
+        repr(s3_storage.tuned(max_retries=1)),
     ]
     with pytest.raises(StorageError) as caught:
         store.read(key, [(0, 1)])
@@ -859,7 +862,7 @@ def test_redact_hides_passwords_and_signatures_in_urls() -> None:
 def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
     with http_server({}) as server:
         server.status = 403
-        store, key = server.open(transport=transport, max_retries=1)
+        store, key = server.open(transport=transport, _tuning=Tuning(max_retries=1))
         for call in (lambda: store.info(key), lambda: store.read(key, [(0, 4)])):
             with pytest.raises(AccessDeniedError, match="s3://bucket/key: access denied"):
                 call()
@@ -870,7 +873,7 @@ def test_no_credentials_at_all_say_how_to_give_some(transport: Any, s3: S3) -> N
     options = {"endpoint_url": s3.endpoint}
     store, key = open_store(
         "s3://bucket/key",
-        StorageConfig(transport=transport, storage_options=options, max_retries=1),
+        StorageConfig(transport=transport, storage_options=options).tuned(max_retries=1),
     )
     with pytest.raises(AccessDeniedError, match="credentials"):
         store.info(key)
@@ -997,7 +1000,7 @@ def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.Monk
         options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://oss.test"}
         options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}  # type: ignore[dict-item]
         store, key = open_store(
-            "s3://web/key", StorageConfig(storage_options=options, max_retries=0)
+            "s3://web/key", StorageConfig(storage_options=options).tuned(max_retries=0)
         )
         assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
         assert server.hosts == ["web.oss.test"]
@@ -1009,7 +1012,7 @@ def test_an_endpoint_that_is_given_wins_over_the_environment(
     with http_server({"/web/key": b"abc"}) as server:
         for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, "http://127.0.0.1:1")
-        store, key = server.open("s3://web/key", max_retries=0)
+        store, key = server.open("s3://web/key", _tuning=Tuning(max_retries=0))
         assert bytes(store.read(key, [(0, 3)])[0]) == b"abc"
 
 
@@ -1075,7 +1078,7 @@ def test_full_disk_while_writing_is_named_and_leaves_nothing(
 def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
     with http_server({}) as server:
         server.status = 500
-        store, key = server.open("s3://bucket-403/416-key", max_retries=0)
+        store, key = server.open("s3://bucket-403/416-key", _tuning=Tuning(max_retries=0))
         with pytest.raises(EndpointError, match="the server could not answer it now"):
             store.info(key)
 
@@ -1085,7 +1088,7 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
 def test_a_transport_tries_once(transport: Any) -> None:
     """All further tries are the one policy's."""
     with http_server({"/bucket/key": b"abcdef"}) as server:
-        store, key = server.open(transport=transport, max_retries=0)
+        store, key = server.open(transport=transport, _tuning=Tuning(max_retries=0))
         etag = store.info(key).etag
         out = np.empty(3, np.uint8)
         for status in (500, 503):
@@ -1110,7 +1113,7 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
     """
     get_ranges = obstore.get_ranges
     with http_server({"/bucket/key": b"0123456789"}) as server:
-        store, key = server.open(max_retries=0)
+        store, key = server.open(_tuning=Tuning(max_retries=0))
         etag = store.info(key).etag
 
         def replaced(*arguments: Any, **named: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
+from streammega.config import load_storage
+from streammega.config.storage import Tuning
 from streammega.errors import ConfigError, StorageError
 from streammega.train.config import load_run
 from tests.support.builders import write_random_pair
@@ -50,7 +54,7 @@ def config_of(servers: tuple[S3, S3], order: Any, cache: Path, **settings: Any) 
             "order": order,
             "num_samples": (100, 0, 0),
             "index_cache_dir": cache,
-            "storage": StorageConfig(storage_options=near.options, max_retries=1),
+            "storage": StorageConfig(storage_options=near.options).tuned(max_retries=1),
             "storage_by_prefix": {"s3://far/": StorageConfig(storage_options=options_of(far))},
             **settings,
         }
@@ -95,7 +99,7 @@ def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3])
         ("/far/data", 60.0),
     ):
         assert config.storage.for_url(url).request_timeout == timeout
-    assert config.storage.for_url("s3://far/x").max_retries == 1, "as all of the loader"
+    assert config.storage.for_url("s3://far/x").tuning.max_retries == 1, "as all of the loader"
     assert (
         replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").request_timeout == 60.0
     )
@@ -112,7 +116,59 @@ def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
             "s3://far/data/web", storage=storage, index_cache_dir=tmp_path, **options
         )
         assert len(dataset) > 0
-    assert dataset.storage.for_url("s3://far/data/web").cache_chunk_bytes == 4 << 20
+    tuning = dataset.storage.for_url("s3://far/data/web").tuning
+    assert tuning.cache_chunk_bytes == 4 << 20
+
+
+def test_tuning_is_kept_by_copies_pickles_and_prefixes(
+    servers: tuple[S3, S3], tmp_path: Path
+) -> None:
+    config = config_of(servers, "stream", tmp_path)
+    assert config.storage.tuning == Tuning(max_retries=1)
+    for storage in (
+        config.storage,
+        copy.copy(config.storage),
+        copy.deepcopy(config.storage),
+        pickle.loads(pickle.dumps(config.storage)),  # noqa: S301
+        config.storage.changed(retry_timeout=5),
+        replace(config, seed=3).storage,
+        pickle.loads(pickle.dumps(config)).storage,  # noqa: S301
+    ):
+        for url in ("s3://near/x", "s3://far/x"):
+            assert storage.for_url(url).tuning == Tuning(max_retries=1)
+    tuned = config.storage.tuned(read_timeout=2.0)
+    for url, server in zip(("s3://near/x", "s3://far/x"), servers, strict=True):
+        assert tuned.for_url(url).tuning == Tuning(max_retries=1, read_timeout=2.0)
+        options = tuned.for_url(url).storage_options
+        assert options["endpoint_url"] == server.endpoint
+    assert config.storage.tuning == Tuning(max_retries=1), "it is a copy"
+
+
+def test_values_of_tuning_are_no_settings(
+    servers: tuple[S3, S3], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    write_run(path, servers)
+    good = path.read_text()
+    for item in fields(Tuning):
+        unknown = f"unknown setting {item.name}"
+        unknown_ones: dict[str, Any] = {item.name: item.default}
+        with pytest.raises(ConfigError, match=unknown):
+            StorageConfig(**unknown_ones)
+        value = {"local_io": '"mmap"', "max_retries": "3", "hedge_requests": "true"}.get(
+            item.name, str(item.default)
+        )
+        (tmp_path / "storage.toml").write_text(f"{item.name} = {value}\n")
+        with pytest.raises(ConfigError, match=unknown):
+            load_storage(str(tmp_path / "storage.toml"))
+        write_run(path, servers, f"{item.name} = {value}\n")
+        with pytest.raises(ConfigError, match=f"unknown setting .*{item.name}"):
+            load_run(str(path))
+        path.write_text(good)
+        with pytest.raises(ConfigError, match=f"unknown setting .*{item.name}"):
+            load_run(str(path), [f"data.storage.{item.name}={value}"])
+    assert main(["ls", str(tmp_path), "--storage-file", str(tmp_path / "storage.toml")]) == 1
+    assert "unknown setting resident_bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -134,14 +190,16 @@ def test_what_is_no_storage_of_a_prefix_is_refused(by_prefix: Any, words: str) -
     assert OTHER_SECRET not in str(caught.value)
 
 
-def write_run(path: Path, servers: tuple[S3, S3], more: str = "") -> None:
+def write_run(
+    path: Path, servers: tuple[S3, S3], of_prefix: str = "request_timeout = 20\n"
+) -> None:
     near, far = servers
     path.write_text(
         '[data]\nblend = ["0.5", "s3://near/data/web", "0.5", "s3://far/data/web"]\n'
         f'sequence_length = 16\norder = "stream"\nindex_cache_dir = "cache"\n'
         f'[data.storage.storage_options]\nkey = "{KEY}"\nsecret = "x"\n'
         f'endpoint_url = "{near.endpoint}"\n'
-        f'[data.storage_by_prefix."s3://far/"]\nrequest_timeout = 20\n{more}'
+        f'[data.storage_by_prefix."s3://far/"]\n{of_prefix}'
         f'[data.storage_by_prefix."s3://far/".storage_options]\nkey = "{KEY}"\n'
         f'secret = "{OTHER_SECRET}"\nendpoint_url = "{far.endpoint}"\n'
         "[model]\nvocab_size = 50304\n[train]\ntrain_iters = 10\nmicro_batch_size = 1\n"
@@ -173,12 +231,12 @@ def test_a_mistyped_setting_of_a_prefix_is_named_without_its_value(
     servers: tuple[S3, S3], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.toml"
-    write_run(path, servers, f'read_timout = "{OTHER_SECRET}"\n')
-    with pytest.raises(ConfigError, match=r"did you mean .*read_timeout") as caught:
+    write_run(path, servers, f'request_timout = "{OTHER_SECRET}"\n')
+    with pytest.raises(ConfigError, match=r"did you mean .*request_timeout") as caught:
         load_run(str(path))
     assert OTHER_SECRET not in str(caught.value)
-    write_run(path, servers, f'read_timeout = "{OTHER_SECRET}"\n')
-    with pytest.raises(ConfigError, match="read_timeout") as caught:
+    write_run(path, servers, f'request_timeout = "{OTHER_SECRET}"\n')
+    with pytest.raises(ConfigError, match="request_timeout") as caught:
         load_run(str(path))
     assert OTHER_SECRET not in str(caught.value)
 

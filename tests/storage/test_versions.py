@@ -74,7 +74,7 @@ def test_an_object_whose_answers_tell_different_things_is_read(
         put_pair(server, tmp_path, 5)
         server.left_out = left_out
         store, key = open_store(
-            f"{server.url}/p.bin", StorageConfig(transport=transport, max_retries=0)
+            f"{server.url}/p.bin", StorageConfig(transport=transport).tuned(max_retries=0)
         )
         info = store.info(key)
         assert bytes(store.read(info.key, [(0, 4), (8, 12)], info.etag)[1]) == bytes([5, 0, 5, 0])
@@ -83,7 +83,7 @@ def test_an_object_whose_answers_tell_different_things_is_read(
 def test_a_weak_etag_is_that_of_the_strong_one(tmp_path: Path) -> None:
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
-        store, key = open_store(f"{server.url}/p.bin", StorageConfig(max_retries=0))
+        store, key = open_store(f"{server.url}/p.bin", StorageConfig().tuned(max_retries=0))
         info = store.info(key)
         server.etags["/p.bin"] = 'W/"1"'
         assert bytes(store.read(info.key, [(0, 2)], info.etag)[0]) == bytes([5, 0])
@@ -96,7 +96,7 @@ def test_a_replaced_object_without_etag_is_noticed_by_its_time(tmp_path: Path) -
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
         server.left_out = {(method, "ETag") for method in ("HEAD", "GET")}
-        store, key = open_store(f"{server.url}/p.bin", StorageConfig(max_retries=0))
+        store, key = open_store(f"{server.url}/p.bin", StorageConfig().tuned(max_retries=0))
         info = store.info(key)
         assert bytes(store.read(info.key, [(0, 2)], info.etag)[0]) == bytes([5, 0])
         with pytest.raises(ObjectChangedError, match="was replaced"):
@@ -116,7 +116,9 @@ def test_what_has_no_version_is_kept_in_no_cache(
         server.left_out = {
             (method, name) for method in ("HEAD", "GET") for name in ("ETag", "Last-Modified")
         }
-        storage = StorageConfig(transport=transport, cache_dir=tmp_path / "pages", max_retries=0)  # type: ignore[arg-type]
+        storage = StorageConfig(transport=transport, cache_dir=tmp_path / "pages").tuned(  # type: ignore[arg-type]
+            max_retries=0
+        )
         config = DataConfig(
             blend=[f"{server.url}/p"], sequence_length=16, order=order, num_samples=(64, 0, 0), storage=storage,  # type: ignore[arg-type]
             index_cache_dir=tmp_path / "indices", shuffle_lanes=8 if order == "stream" else None,

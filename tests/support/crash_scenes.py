@@ -198,8 +198,8 @@ class NodeCaches(Scene):
             "index_cache_dir": self.disk / "cache",
             "index_publish_url": f"{self.bucket_url}shared",
             "storage": StorageConfig(
-                cache_dir=self.disk / "cache", cache_chunk_bytes=1 << 20, max_concurrent_requests=1
-            ),
+                cache_dir=self.disk / "cache", max_concurrent_requests=1
+            ).tuned(cache_chunk_bytes=1 << 20),
         }
         return DataConfig(**(defaults | settings))
 

@@ -43,13 +43,11 @@ def read_through(
         outages = Outages(server, folder / "hosts" if space else None, cache)
         storage = replace(
             impatient(outages.storage_options(), transport, read_timeout=1.0),
-            max_retries=None,
             retry_timeout=timeout,
             request_timeout=1.0 if kind == "drip" else 8.0,
             memory_bytes=120_000,  # a fraction of the data, so that much is read during the outage
             cache_dir=cache if kind == "disk full" else None,
-            cache_chunk_bytes=1 << 20,
-        )
+        ).tuned(max_retries=None, cache_chunk_bytes=1 << 20)
         config = config_of("stream", "s3:/", folder / "index", storage, samples=2400)
         expected = stream(replace(config, blend=blend_of(folder)))
         got = []

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from streammega import DataConfig, StorageConfig, StreamLoader
-from streammega.config.storage import Tuning
 from tests.support.builders import write_dataset
 from tests.support.oss_server import Oss
 from tools.bench.object_server import Running
@@ -69,14 +68,15 @@ def impatient(options: dict[str, Any], transport: str, read_timeout: float = 0.4
     return StorageConfig(
         transport=transport,  # type: ignore[arg-type]
         storage_options=options,
+        request_timeout=20,
+        max_concurrent_requests=16,
+        memory_bytes=400_000,
+    ).tuned(
         max_request_bytes=4096,
         read_timeout=read_timeout,
-        request_timeout=20,
         max_retries=12,
-        max_concurrent_requests=16,
         coalesce_gap_bytes=512,
-        memory_bytes=400_000,
-        _tuning=Tuning(resident_bytes=0),
+        resident_bytes=0,
     )
 
 

@@ -41,11 +41,9 @@ def write_through(
     storage = StorageConfig(
         transport=transport,  # type: ignore[arg-type]
         storage_options=outages.storage_options(),
-        read_timeout=1.0,
         request_timeout=2.0,
         retry_timeout=timeout,
-        multipart_part_bytes=5 * MIB,
-    )
+    ).tuned(read_timeout=1.0, multipart_part_bytes=5 * MIB)
     out = f"s3://{bucket}/out"
     if kind == "disk full":
         out = str(folder / "disk" / "out")

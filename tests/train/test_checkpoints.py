@@ -539,7 +539,7 @@ def test_a_part_is_read_from_what_torch_wrote_and_other_bytes_are_refused(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_file_in_a_folder_of_a_checkpoint_is_none_of_it(tmp_path: Path) -> None:
-    files = CheckpointFiles(PreadStore(StorageConfig(local_io="pread")), str(tmp_path))
+    files = CheckpointFiles(PreadStore(StorageConfig().tuned(local_io="pread")), str(tmp_path))
     writer = CheckpointWriter(files, RankSync(None))
     state_dict_saver.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
     metadata = files.read_metadata(writer.checksums)
@@ -559,7 +559,9 @@ def test_tensors_are_read_by_requests_of_bounded_size_that_near_ones_share(
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         for name, limit in limits.items():
             patch.setattr(checkpoint_files, name, limit)
-        files = CheckpointFiles(PreadStore(StorageConfig(local_io="pread")), f"{folder}/saved")
+        files = CheckpointFiles(
+            PreadStore(StorageConfig().tuned(local_io="pread")), f"{folder}/saved"
+        )
         saved = {f"t{n}": torch.randn(size) for n, size in enumerate(sizes)}
         writer = CheckpointWriter(files, RankSync(None))
         state_dict_saver.save(saved, storage_writer=writer, no_dist=True)

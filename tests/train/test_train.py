@@ -968,7 +968,7 @@ def test_metrics_that_cannot_be_written_are_an_error_that_names_the_file(tmp_pat
 def test_metrics_wait_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    settings = StorageConfig(max_retries=2)
+    settings = StorageConfig().tuned(max_retries=2)
     log = run_log_in(tmp_path, settings)
     log.write({"step": 1, "loss": 2.0})
     write, failures_left = os.write, failures

@@ -274,7 +274,7 @@ def open_all(rank: int, size: int, cache: Path, options: dict[str, Any], way: st
         sequence_length=LENGTH,
         order="stream",
         index_cache_dir=cache / "index",
-        storage=StorageConfig(storage_options=options, hedge_requests=False),
+        storage=StorageConfig(storage_options=options).tuned(hedge_requests=False),
     )
     sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": size}
     if way == "together":
@@ -339,10 +339,8 @@ def config_of(
         num_samples=(samples, 0, 0),
         index_cache_dir=cache / "index",
         storage=StorageConfig(
-            storage_options=options,
-            hedge_requests=False,
-            cache_dir=cache / "pages" if has_pages else None,
-        ),
+            storage_options=options, cache_dir=cache / "pages" if has_pages else None
+        ).tuned(hedge_requests=False),
     )
 
 

@@ -38,11 +38,11 @@ COUNTED_SECONDS = 12.0
 
 
 def tokens_per_second(
-    bench: Bench, order: str, storage: dict[str, int], seconds: float
+    bench: Bench, order: str, settings: dict[str, dict[str, int]], seconds: float
 ) -> float | None:
     """Whole seconds from the first batch on; None: the side failed."""
     result = bench.ours(
-        order=order, storage=storage, seconds=seconds, num_samples=100_000, ids_only=True
+        order=order, seconds=seconds, num_samples=100_000, ids_only=True, **settings
     )
     return result.get("whole_rate")
 
@@ -83,7 +83,7 @@ def compare(
             order,
             {}
             if max_concurrent_requests is None
-            else {"max_concurrent_requests": max_concurrent_requests},
+            else {"storage": {"max_concurrent_requests": max_concurrent_requests}},
             seconds,
         )
 
@@ -116,7 +116,7 @@ def compare_bytes(
     def side(mib: int, latency: float) -> float | None:
         bench.server.behave(**(behaviour | {"latency": latency}))
         return tokens_per_second(
-            bench, "stream", {"max_in_flight_bytes": mib << 20}, chosen.seconds
+            bench, "stream", {"tuning": {"max_in_flight_bytes": mib << 20}}, chosen.seconds
         )
 
     for latency in LATENCIES:

@@ -82,6 +82,7 @@ def config_of(a: Result) -> Any:
 
     options = {"anon": True, "endpoint_url": a["endpoint"]} if "endpoint" in a else {}
     storage = sm.StorageConfig(storage_options=options, **a.get("storage", {}))
+    storage = storage.tuned(**a.get("tuning", {}))
     return sm.DataConfig(
         blend=[a["prefix"]],
         sequence_length=S,

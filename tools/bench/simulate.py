@@ -157,7 +157,7 @@ def read(
     """One rank, in a process of its own."""
     from streammega import StorageConfig
 
-    storage = StorageConfig(storage_options=options, max_in_flight_bytes=case.in_flight)
+    storage = StorageConfig(storage_options=options).tuned(max_in_flight_bytes=case.in_flight)
     # At once: the server is not shaped yet.
     warm_config = config_of(case, 4, StorageConfig(storage_options=options))
     with loader_of(case, rank, warm_config) as warm:
@@ -268,7 +268,7 @@ def simulate(
     }
     reads = simulate_reads(
         datasets,
-        config_of(case, batches, StorageConfig(max_in_flight_bytes=case.in_flight)),
+        config_of(case, batches, StorageConfig().tuned(max_in_flight_bytes=case.in_flight)),
         latency=case.latency,
         connection_rate=case.bandwidth or PLENTY,
         rank_rate=case.link / case.ranks or PLENTY,

@@ -138,13 +138,9 @@ def answers_target(_folder: Path, scheme: str, transport: str) -> Target:
     storage = StorageConfig(
         transport=transport,  # type: ignore[arg-type]
         storage_options=options,
-        max_retries=0,
         request_timeout=1,
-        read_timeout=0.2,
         retry_timeout=1,
-        connect_deadline=1,
-        hedge_requests=False,
-    )
+    ).tuned(max_retries=0, read_timeout=0.2, connect_deadline=1, hedge_requests=False)
     store, key = open_store(f"{scheme}://bucket/a", storage)
     if isinstance(store, FallbackStore):  # the store that it falls back on has a target of its own
         store = store.inner

@@ -322,7 +322,7 @@ class FsspecStore(RemoteStore):
         if self.scheme == "s3":
             limits = {
                 "connect_timeout": min(CONNECT_TIMEOUT, self._config.request_timeout),
-                "read_timeout": self._config.read_timeout,
+                "read_timeout": self._config.tuning.read_timeout,
                 "max_pool_connections": max(10, self._config.max_concurrent_requests),
                 "retries": {"total_max_attempts": 1},
             }
@@ -333,7 +333,7 @@ class FsspecStore(RemoteStore):
             timeout = aiohttp.ClientTimeout(
                 total=self._config.request_timeout,
                 sock_connect=min(CONNECT_TIMEOUT, self._config.request_timeout),
-                sock_read=self._config.read_timeout,
+                sock_read=self._config.tuning.read_timeout,
             )
             limits = {"timeout": timeout}
             options["client_kwargs"] = limits | dict(options.get("client_kwargs") or {})

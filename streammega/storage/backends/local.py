@@ -12,11 +12,14 @@ import errno
 import itertools
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +73,13 @@ TRANSIENT_ERRNOS = frozenset(
 """Errors of a file server, after which another try may succeed."""
 NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 """Errors of `os.link` where a file system has no hard links. File systems differ."""
+MOUNTINFO = "/proc/self/mountinfo"
+NETWORK_DISKS = (
+    *("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "9p", "beegfs", "afs", "glusterfs"),
+    *("virtiofs", "panfs", "pvfs2"),
+    "autofs",  # mounts one of these at the first look
+)
+"""Beginnings of the names of file systems that other machines or programs serve."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -92,6 +102,53 @@ class _Mapped:
     etag: str
     place: tuple[int, int]
     view: memoryview
+
+
+class FileSystem(NamedTuple):
+    """Where a path is mounted. kind: the name of the file system, or "unknown"."""
+
+    mount: str
+    kind: str
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether another machine or program serves it, and may fail."""
+        return self.kind.startswith(NETWORK_DISKS)
+
+
+@cache
+def mounts_of(mountinfo: str) -> dict[str, str]:
+    """The file system of each mount point of this process, the one on top where there are several.
+
+    It is read once: thousands of shards are opened one after the other.
+    """
+    try:
+        lines = os.fsdecode(Path(mountinfo).read_bytes()).split("\n")
+    except OSError:
+        return {}
+    kinds = {}
+    for line in lines:
+        mounted, dash, file_system = line.partition(" - ")
+        if dash:
+            # A blank in a name is \040 there.
+            name = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mounted.split(" ")[4])
+            kinds[name] = file_system.split(" ")[0]
+    return kinds
+
+
+def file_system_of(path: str) -> FileSystem:
+    """The file system of the real path: that of the longest mount point above it."""
+    kinds = mounts_of(MOUNTINFO)
+    folder = os.path.realpath(path)
+    while folder not in kinds and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return FileSystem(folder, kinds.get(folder, "unknown"))
+
+
+def is_mapped(path: str, config: StorageConfig) -> bool:
+    """Whether a local file is mapped, and not read by `pread`."""
+    local_io = config.tuning.local_io
+    return not file_system_of(path).is_remote if local_io is None else local_io == "mmap"
 
 
 class LocalStore(Store):

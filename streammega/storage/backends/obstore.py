@@ -496,7 +496,7 @@ class ObstoreWriter(ObjectWriter):
     def __init__(self, store: ObstoreStore, key: str) -> None:
         self._store = store
         self._key = key
-        self._part_bytes = store._config.multipart_part_bytes
+        self._part_bytes = store._config.tuning.multipart_part_bytes
         self._buffer = bytearray()
         self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=MAX_WAITING_PARTS)
@@ -547,8 +547,7 @@ class ObstoreWriter(ObjectWriter):
                 most_gib = MAX_PARTS * self._part_bytes >> 30
                 raise StorageError(
                     f"{self._store.url(self._key)}: an upload holds {most_gib} GiB ({MAX_PARTS:,} parts), and this "
-                    f"object is larger; write several shards, with --shard-size, or raise "
-                    f"multipart_part_bytes of StorageConfig from {self._part_bytes:,}"
+                    f"object is larger; write several shards, with --shard-size"
                 )
         if self._thread is None:
             client = self._store.open_upload_client(self._key)

@@ -143,7 +143,7 @@ class Oss2Store(RemoteStore):
             self.root,
             session=oss2.Session(pool_size=max(10, self._config.max_concurrent_requests)),
             # Seconds to connect, and between two pieces of an answer.
-            connect_timeout=(connect_timeout, self._config.read_timeout),
+            connect_timeout=(connect_timeout, self._config.tuning.read_timeout),
             # Slow, in Python. Lengths, ETags and Content-MD5 are checked instead.
             enable_crc=False,
             region=endpoint.region or None,

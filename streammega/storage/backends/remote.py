@@ -6,7 +6,6 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from streammega.config import MiB, StorageConfig
@@ -236,6 +235,6 @@ def with_part_bytes_for(storage: StorageConfig, size: int) -> StorageConfig:
     """
     parts_to_fill = MAX_PARTS * 9 // 10
     needed = math.ceil(size / parts_to_fill)
-    if needed <= storage.multipart_part_bytes:
+    if needed <= storage.tuning.multipart_part_bytes:
         return storage
-    return replace(storage, multipart_part_bytes=math.ceil(needed / MiB) * MiB)
+    return storage.tuned(multipart_part_bytes=math.ceil(needed / MiB) * MiB)

@@ -113,7 +113,7 @@ def client_options(
     """Options of obstore's HTTP client: timeouts, certificates, and plain http if the endpoint has it."""
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.request_timeout),
-        "read_timeout": timedelta(seconds=config.read_timeout),
+        "read_timeout": timedelta(seconds=config.tuning.read_timeout),
         "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT, config.request_timeout)),
         "allow_http": endpoint.startswith("http://"),
     }

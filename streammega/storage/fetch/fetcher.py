@@ -149,7 +149,7 @@ class Fetcher:
                 # It may wait a minute for a page that another process fetches.
                 if isinstance(request.store, CachedStore):
                     request.store.close()
-        deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.read_timeout)
+        deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.tuning.read_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -423,7 +423,7 @@ class Fetcher:
         """Send another copy of requests that take longer than nearly all of their size did."""
         now = time.monotonic()
         self._hedged_at = now
-        if not self.config.hedge_requests or self.flow.pace.interval:
+        if not self.config.tuning.hedge_requests or self.flow.pace.interval:
             return
         counters = self.counters
         straggler_seconds = self.flow.latencies.straggler_seconds()

@@ -175,14 +175,14 @@ class FlowControl:
 
     def __init__(self, config: StorageConfig) -> None:
         self.window = float(config.max_concurrent_requests)
-        self.near_bytes = min(config.max_in_flight_bytes, NEAR_BYTES)
+        self.near_bytes = min(config.tuning.max_in_flight_bytes, NEAR_BYTES)
         self.max_bytes = self.near_bytes
         self.requests = 0
         self.bytes = 0
         self.pace = Pace()
         self.latencies = Latencies()
         self._max_window = self.window
-        self._far_bytes = config.max_in_flight_bytes
+        self._far_bytes = config.tuning.max_in_flight_bytes
         self._sent_at = deque([-math.inf] * OVERTAKERS, OVERTAKERS)  # of what was answered last
         self._answers = 0
         self._quickest = math.inf  # seconds of an answer of the storage, whatever its size
