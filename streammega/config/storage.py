@@ -79,7 +79,7 @@ class Tuning:
     """Send a second request for one that takes far longer than others: a batch waits for the slowest."""
     resident_bytes: int = 16 * MiB
     """A remote dataset of at most so many bytes is fetched once and stays in memory: in blocks it would
-    be many small requests.
+    be many small requests. 0: none stays.
     """
 
     def __post_init__(self) -> None:

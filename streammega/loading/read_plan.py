@@ -34,6 +34,7 @@ from streammega.storage.cache.chunk_file import whole_pages
 from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.etags import warn_unversioned
 from streammega.storage.fetch.flow_control import NEAR_BYTES
+from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ def plan_reading(
         only_blocks=_reads_only(steps, table, start, {one.dataset for one in small}, blocks),
     )
     stays = [one for one in small if one.dataset in memory.resident_datasets]
-    _warn_of_samples_alone(small, memory, sample_tokens * int(table.itemsize.max()))
+    remote = [one for one in small if any(is_remote(files[number].url) for number in one.files)]
+    _warn_of_samples_alone(remote, memory, sample_tokens * int(table.itemsize.max()))
     if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
     prefetched = None
@@ -251,11 +253,12 @@ def _small_datasets(
     steps: MicroSteps, table: FileTable, start: int, resident_bytes: int
 ) -> list[_SmallDataset]:
     """The remote datasets that may stay in memory, the most drawn first: those of few bytes, and those
-    whose lanes share a run, which have no blocks.
+    whose lanes share a run, which have no blocks, if few enough ranks read them: each reads them whole.
     """
     segment = steps.samples.segment_at(start)
     order = segment.order
-    if not ORDERS[steps.config.order].is_shuffled:
+    sample_tokens = steps.sequence_length_at(start) + 1
+    if not ORDERS[steps.config.order].is_shuffled or not resident_bytes:
         return []
     small = []
     num_datasets = len(steps.samples.files) if order is None else len(order.datasets)
@@ -271,7 +274,9 @@ def _small_datasets(
         itemsize = table.itemsize[files]
         begin, end = first * itemsize, last * itemsize
         is_alone = order is not None and order.lanes_per_run[dataset] > 1
-        if is_alone or (end - begin).sum() <= resident_bytes:
+        # all samples of a rank, one by one, against all bytes
+        saves = is_alone and sample_tokens * int(itemsize.max()) * steps.dp_size <= SMALL_REQUEST
+        if saves or (end - begin).sum() <= resident_bytes:
             small.append(_SmallDataset(dataset, files, begin, end, bool(is_alone)))
     shares = np.zeros(num_datasets)
     columns = segment.dataset_numbers if order is None else np.arange(num_datasets)

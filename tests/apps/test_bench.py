@@ -60,6 +60,14 @@ def after_figures(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any
     return after
 
 
+def keep_nothing(monkeypatch: pytest.MonkeyPatch, **tuning: Any) -> None:
+    """Have no dataset stay in memory, so that requests are sent all the time."""
+    tuning = {"resident_bytes": 0, **tuning}
+    monkeypatch.setattr(
+        app, "storage_config", lambda *given: storage_config(*given).tuned(**tuning)
+    )
+
+
 @pytest.fixture
 def web(tmp_path: Path) -> str:
     return write_dataset(tmp_path / "root" / "data" / "web", [np.arange(2_000_000) % 1000])
@@ -132,10 +140,7 @@ def test_what_makes_it_slow_is_named(
 ) -> None:
     if words != "requests are small":
         monkeypatch.setattr(app, "SMALL_REQUEST_BYTES", 0)  # blocks of so few tokens are small
-    tuning = {"resident_bytes": 0, **tuning}  # so that requests are sent all the time
-    monkeypatch.setattr(
-        app, "storage_config", lambda *given: storage_config(*given).tuned(**tuning)
-    )
+    keep_nothing(monkeypatch, **tuning)
     with running(tmp_path / "root", **behaviour) as server:
         options = {"storage_options": server.storage_options}
         need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "64")
@@ -152,6 +157,7 @@ def test_requests_that_are_refused_are_named(
     tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So few tokens that each pass over them sends requests, on the slowest machine too."""
+    keep_nothing(monkeypatch)
     write_dataset(tmp_path / "root" / "data" / "web", [np.arange(100_000) % 1000])
     with running(tmp_path / "root") as server:
         real = app._read
@@ -197,8 +203,13 @@ def test_ctrl_c_prints_what_was_measured_so_far(
 
 @pytest.mark.guarantee("bench-ends-well")
 def test_a_server_that_ends_meanwhile_leaves_what_was_measured(
-    web: str, tmp_path: Path, measure: Any, after_figures: Any
+    web: str,
+    tmp_path: Path,
+    measure: Any,
+    after_figures: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    keep_nothing(monkeypatch)
     with running(tmp_path / "root") as server:
         after_figures(lambda: server.behave(status=403, code="AccessDenied"))
         words = ("s3://data/web", "--seconds", "60")

@@ -50,9 +50,9 @@ def test_a_run_that_is_simulated_whole_reads_every_byte_once(
 @pytest.mark.guarantee("simulate-limits")
 def test_few_prefixes_limit_the_start_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", "1280", *SMALL]
-    many = forecast(capsys, "set=20m*12", *words)
-    one = forecast(capsys, "set=240m", *words)
-    few_ranks = forecast(capsys, "set=240m", "--nodes", "64", *SMALL)
+    many = forecast(capsys, "set=700m*12", *words)
+    one = forecast(capsys, "set=8400m", *words)
+    few_ranks = forecast(capsys, "set=8400m", "--nodes", "64", *SMALL)
     assert "bound by the requests a second of a prefix" in one["notes"][0]
     requests = value(one, "start", "requests_of_all")
     assert value(one, "start", "requests_to_busiest_prefix") == requests
@@ -81,11 +81,20 @@ def test_ranks_that_open_together_or_by_node_send_fewer_requests(
 
 
 def test_tokens_scale_the_egress(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["web=20m", *SMALL]
+    egress = value(forecast(capsys, *words), "whole_run", "egress")
+    longer = forecast(capsys, *words, "--train-tokens", "2G")
+    assert value(longer, "run", "epochs_of_all_data") == 100
+    assert value(longer, "whole_run", "egress") == pytest.approx(100 * egress, rel=0.15)
+
+
+def test_a_small_dataset_is_fetched_once_however_long_a_run_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["web=2m", *SMALL]
     egress = value(forecast(capsys, *words), "whole_run", "egress")
     longer = forecast(capsys, *words, "--train-tokens", "200m")
-    assert value(longer, "run", "epochs_of_all_data") == 100
-    assert value(longer, "whole_run", "egress") == pytest.approx(100 * egress, rel=0.15)
+    assert value(longer, "whole_run", "egress") == pytest.approx(egress, rel=0.01)
 
 
 @pytest.mark.guarantee("simulate-forecast")
@@ -154,7 +163,7 @@ def test_a_file_with_unknown_or_wrong_settings_is_refused(
 
 def test_a_figure_that_there_is_not_is_null(capsys: pytest.CaptureFixture[str]) -> None:
     """A single micro-batch has no second half."""
-    words = ["web=2m", "--ranks-per-node", "2", "--sequence-length", "64", "--train-tokens", "1k"]
+    words = ["web=20m", "--ranks-per-node", "2", "--sequence-length", "64", "--train-tokens", "1k"]
     report = forecast(capsys, *words)
     assert report["reading"]["answers_may_be_late_by"]["value"] is None
     show_report({"runs": [{"figures": (1.5, math.inf, math.nan)}]}, as_json=True)

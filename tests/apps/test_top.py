@@ -265,7 +265,7 @@ def test_a_straggling_rank_of_a_real_run_is_found(
         for rank, server in enumerate((near, near, far)):
             storage = StorageConfig(
                 storage_options=server.storage_options, max_concurrent_requests=2
-            ).tuned(max_request_bytes=8192, coalesce_gap_bytes=0)
+            ).tuned(max_request_bytes=8192, coalesce_gap_bytes=0, resident_bytes=0)
             config = replace(web, storage=storage)
             loaders.append(StreamLoader(config, **sizes, dp_rank=rank, metrics_port=0))
             opened.enter_context(loaders[-1])

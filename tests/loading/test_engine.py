@@ -300,7 +300,11 @@ def test_windows_get_memory_for_a_dataset_that_is_too_small_for_blocks(
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
     memory = plan_reading(steps, 0, storage.memory_bytes).memory
     assert memory.block_datasets == (0,)
-    assert memory.resident_datasets == (1,), "it has fewer samples than lanes, and no blocks"
+    assert memory.fetch_bytes - memory.open_bytes > 4096
+    config = replace(config, storage=storage.tuned(resident_bytes=1))
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    memory = plan_reading(steps, 0, storage.memory_bytes).memory
+    assert (memory.block_datasets, memory.resident_datasets) == ((0,), (1,)), "it has no blocks"
     assert memory.fetch_bytes - memory.open_bytes == memory.resident_bytes + 4096
 
 
