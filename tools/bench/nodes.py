@@ -274,7 +274,9 @@ def open_all(rank: int, size: int, cache: Path, options: dict[str, Any], way: st
         sequence_length=LENGTH,
         order="stream",
         index_cache_dir=cache / "index",
-        storage=StorageConfig(storage_options=options).tuned(hedge_requests=False),
+        storage=StorageConfig(storage_options=options).tuned(
+            hedge_requests=False, resident_bytes=0
+        ),
     )
     sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": size}
     if way == "together":
@@ -340,7 +342,7 @@ def config_of(
         index_cache_dir=cache / "index",
         storage=StorageConfig(
             storage_options=options, cache_dir=cache / "pages" if has_pages else None
-        ).tuned(hedge_requests=False),
+        ).tuned(hedge_requests=False, resident_bytes=0),
     )
 
 
