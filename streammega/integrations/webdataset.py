@@ -36,7 +36,7 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
-from streammega.loading.ranks import data_parallel
+from streammega.loading.ranks import check_alone, data_parallel
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.state import canonical_json, describe_differences
 from streammega.samples.fields import Batch, batch_fields
@@ -126,6 +126,7 @@ class TextStream:
         seed: int | None = None,
         passes: int | None = None,
     ) -> None:
+        self._is_rank_said = (dp_rank, dp_size) != (None, None)
         dp_rank, dp_size = data_parallel(dp_rank, dp_size)
         micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
         global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
@@ -307,6 +308,8 @@ class TextStream:
             self._running = None
 
     def _begin(self) -> Iteration:
+        if not self._is_rank_said:  # a process group may have come since then
+            check_alone()
         self._running = Iteration(self._batches())
         return self._running
 

@@ -348,6 +348,7 @@ class StreamLoader:
 
     def _begin(self) -> Iteration:
         """Begin an iteration at the cursor."""
+        self.dataset.check_ranks()
         self._following = None
         options = {
             "ahead": self._prefetch,

@@ -21,7 +21,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.ranks import data_parallel
+from streammega.loading.ranks import check_alone, data_parallel
 from streammega.loading.worker_state import IterationStart, IterationState
 from streammega.loading.worker_transfer import (
     WorkerBatch,
@@ -99,6 +99,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     ) -> None:
         if not isinstance(config, DataConfig):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
+        self._is_rank_said = (dp_rank, dp_size, mesh) != (None, None, None)
         dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
         micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
         global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
@@ -194,7 +195,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """Note that the micro-step at `consumed` was handed out."""
         self._consumed = operator.index(consumed) + self.step_samples
 
+    def check_ranks(self) -> None:
+        """Raise ConfigError if nothing was said of ranks, and a process group came since then."""
+        if not self._is_rank_said:
+            check_alone()
+
     def __iter__(self) -> Iterator[Batch]:
+        self.check_ranks()
         worker = torch.utils.data.get_worker_info()
         if worker is not None and worker.id > 0:
             nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch skips workers without batches

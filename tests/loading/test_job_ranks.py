@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from streammega import (
     DataConfig,
@@ -116,6 +117,20 @@ def test_a_process_group_has_to_say_it_too(rank: int, config: DataConfig) -> Non
             opener(config)
     with StreamLoader(config, **SIZES, dp_size=1) as loader:
         assert (loader.dataset.dp_rank, loader.dataset.dp_size) == (0, 1)
+
+
+@pytest.mark.guarantee("ranks-said")
+@pytest.mark.parametrize("opener", ["loader", "dataset", "texts"])
+def test_a_process_group_that_comes_later_is_seen_at_the_first_batch(
+    config: DataConfig, opener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said_nothing = OPENERS[opener](config)
+    alone = OPENERS[opener](config, dp_size=1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"torch\.distributed has 2 ranks, and nothing says"):
+        next(iter(said_nothing))
+    next(iter(alone))
 
 
 @on_ranks(2)
