@@ -25,7 +25,7 @@ from streammega.kernels.stream import (
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py 01bf68e4
+# compiled with stream.py 15b39b19
 
 INTERVAL = np.dtype(
     [

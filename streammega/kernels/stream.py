@@ -87,6 +87,8 @@ KEY_NODES = 5
 KEY_LONGER_RUNS = 6
 KEY_SHORTER_RUNS = 7
 
+SPREAD_BLOCKS = 4
+"""Lanes next to each other have runs far apart where runs are shorter than so many blocks."""
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
 _HALF = np.uint64(FRACTION_BITS // 2)
@@ -198,8 +200,8 @@ def _draw_of_sample(sample, key, lanes, segment, fractions, bases):
 
 @numba.njit(inline="always")
 def has_spread_runs(row):
-    """Whether a run is about one block, so that neighbouring runs share their blocks."""
-    return row.group == 1 and row.block == row.size // row.lanes
+    """Whether runs are of so few blocks that many lanes draw from one that the next lane has too."""
+    return row.group == 1 and row.size // row.lanes < SPREAD_BLOCKS * row.block
 
 
 @numba.njit(inline="always")

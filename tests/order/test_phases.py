@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from streammega.config import PhaseConfig, Segment
 from streammega.errors import ConfigError
-from streammega.kernels.stream import choose
+from streammega.kernels.stream import choose, has_spread_runs
 from streammega.order.epoch_layout import FilePart, StreamDataset
 from streammega.order.epoch_remainder import EpochRemainder, remainder_of
 from streammega.order.extents import Extents, merge_extents
@@ -342,7 +342,7 @@ def test_ranks_own_their_lanes_in_every_phase(order: PhasedOrder) -> None:
 
 
 def golden_order() -> StreamOrder:
-    """A dataset of many blocks a lane, one of a block a lane, and one whose lanes share a run."""
+    """A dataset of more than four blocks a lane, one of fewer, and one whose lanes share a run."""
     large = [FilePart(file=0, start=0, tokens=9_013), FilePart(file=1, start=7, tokens=3_331)]
     spread = [FilePart(file=0, start=3, tokens=3_456)]
     small = [FilePart(file=0, start=7, tokens=333)]
@@ -353,9 +353,10 @@ def golden_order() -> StreamOrder:
         extra_token=True,
         seed=1234,
         lanes=8,
-        shuffle_block_bytes=1000,
+        shuffle_block_bytes=700,
     )
-    assert order.block_samples.tolist() == [50, 43, 1]
+    assert order.block_samples.tolist() == [35, 35, 1]
+    assert [has_spread_runs(row) for row in order.layout.datasets] == [False, True, False]
     assert order.lanes_per_run.tolist() == [1, 1, 8]
     return order
 
@@ -383,11 +384,11 @@ def test_golden_phases() -> None:
 
 
 GOLDEN_DIGESTS = [
-    "6a9878bdf89c23ec",
-    "44901d1ef9794ee8",
-    "9bae5a34c7724a56",
-    "162e0fbfaf4a4e5e",
-    "eb6e387668380456",
+    "db997941283c097b",
+    "e3dbda590c831aee",
+    "d33a2ac5396d7540",
+    "c74ccb494e2e84d5",
+    "26dfb6b91630293b",
 ]
 
 
