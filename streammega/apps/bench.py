@@ -16,7 +16,7 @@ from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, StreammegaError
 
 if TYPE_CHECKING:
-    from streammega import DataConfig, StorageConfig, StreamLoader
+    from streammega import DataConfig, StreamLoader
     from streammega.cli.progress import ProgressDisplay
 
 RUN = ".toml"
@@ -27,6 +27,10 @@ FULL_SPEED_WAITS = 0.2
 HIGH_AMPLIFICATION = 1.3
 SMALL_REQUEST_BYTES = 12 << 10
 """A sample of 4,096 tokens has 8 KiB."""
+HELPS = 1.2
+"""How many times as fast a change has to be, to be advised: less may be chance."""
+TRIAL_SHARE = 0.25
+"""The share of the seconds that each change is tried for."""
 SLOW_START_SECONDS = 10.0
 INTERRUPTED = 130
 
@@ -43,6 +47,16 @@ class Setup(NamedTuple):
     dp_size: int
     need: float
     has_default_sizes: bool = False
+
+
+class Change(NamedTuple):
+    """A change of settings of the data that may help. words: what to do, as the beginning of a
+    sentence.
+    """
+
+    name: str
+    words: str
+    settings: dict[str, Any]
 
 
 def bench(
@@ -71,7 +85,8 @@ def bench(
     """Measure the loader on your own data and machine, against what a run needs.
 
     Reads as rank 0 of a run: at full speed, then at the rate that the run needs. Exit status 1 if
-    the loader does not reach that rate. Ctrl-C prints what was measured so far.
+    the loader does not reach that rate. Changes of settings are tried, and advised if they help.
+    Ctrl-C prints what was measured so far.
     """
     options = {
         "--sequence-length": sequence_length,
@@ -108,6 +123,7 @@ def bench(
             for figures in measure(setup, seconds, progress):
                 report |= figures
             code = int(bool(report["need"]) and not report["need"]["is_met"])
+            report["trials"] = try_changes(report, setup, seconds, progress)
         except KeyboardInterrupt:
             code = INTERRUPTED
         except StreammegaError as error:
@@ -141,9 +157,6 @@ def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) ->
 
 def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator[Report]:
     """Figures of the start, of full speed, and of the rate that is needed, as each is measured."""
-    from streammega import StreamLoader
-
-    storage = setup.data.storage
     yield {
         "data": setup.name,
         "order": setup.data.order,
@@ -152,18 +165,9 @@ def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator
         "sequence_length": setup.data.sequence_length,
         "need": None,
     }
-    # a server that is gone ends the command in time
-    storage = storage.changed(retry_timeout=min(storage.retry_timeout, max(5.0, seconds)))
     before = resident_bytes()
     began = time.monotonic()
-    with StreamLoader(
-        replace(setup.data, storage=storage),
-        micro_batch_size=setup.micro_batch_size,
-        global_batch_size=setup.global_batch_size,
-        dp_rank=0,
-        dp_size=setup.dp_size,
-        pin_memory=False,
-    ) as loader:
+    with _loader(setup, setup.data, seconds) as loader:
         opened = time.monotonic() - began
         if next(loader, None) is None:
             raise ConfigError(f"{setup.name}: holds no global batch; give more data or num_samples")
@@ -187,6 +191,92 @@ def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator
         for figures in _read(loader, tokens, setup.need, share * seconds, progress):
             is_met = figures["waited_share"] <= ACCEPTED_SHARE
             yield {"need": {**need, "is_met": is_met}, "at_need": figures}
+
+
+def _loader(setup: Setup, data: DataConfig, seconds: float) -> StreamLoader:
+    from streammega import StreamLoader
+
+    storage = data.storage
+    # a server that is gone ends the command in time
+    storage = storage.changed(retry_timeout=min(storage.retry_timeout, max(5.0, seconds)))
+    return StreamLoader(
+        replace(data, storage=storage),
+        micro_batch_size=setup.micro_batch_size,
+        global_batch_size=setup.global_batch_size,
+        dp_rank=0,
+        dp_size=setup.dp_size,
+        pin_memory=False,
+    )
+
+
+def try_changes(
+    report: Report, setup: Setup, seconds: float, progress: ProgressDisplay
+) -> list[Report]:
+    """Measure what the figures say may help: new loaders with each change, between two without."""
+    is_met = bool(report["need"] and report["need"]["is_met"])
+    figures = report["full_speed"]
+    changes = [] if is_met or figures["throttled"] else possible_changes(figures, setup)
+    if not changes:
+        return []
+    unchanged = Change("no change", "", {})
+    rates: dict[str, float] = {}
+    for change in (unchanged, *changes, unchanged):
+        progress.begin(f"trying {change.name}")
+        try:
+            loader = _loader(setup, replace(setup.data, **change.settings), seconds)
+        except ConfigError:  # what this data or run cannot have
+            continue
+        with loader:
+            next(loader, None)
+            tokens = report["tokens_of_a_batch"]
+            *_, last = _read(loader, tokens, 0.0, TRIAL_SHARE * seconds, progress)
+        rates[change.name] = max(last["tokens_per_second"], rates.get(change.name, 0.0))
+    return [
+        {
+            "change": change.name,
+            "tokens_per_second": rates[change.name],
+            "times": rates[change.name] / rates[unchanged.name],
+            "advice": change.words,
+        }
+        for change in changes
+        if change.name in rates
+    ]
+
+
+def possible_changes(figures: Report, setup: Setup) -> list[Change]:
+    """The changes of settings that the figures of full speed speak for."""
+    from streammega.order.stream_order import MAX_BLOCK_BYTES
+
+    data = setup.data
+    storage = data.storage
+    if figures["waited_share"] < FULL_SPEED_WAITS:
+        if data.order == "stream" or data.fields is not None:
+            return []
+        settings: dict[str, Any] = {"fields": ("tokens", "labels")}
+        words = "name only the `fields` that you use"
+        return [Change('fields=["tokens", "labels"]', words, settings)]
+    changes = []
+    in_flight = figures["requests"] / figures["seconds"] * figures["request_median_seconds"]
+    # These are means: a limit is not reached all of the time, least where the loop stops to plan.
+    if in_flight > storage.max_concurrent_requests / 2:
+        more = 4 * storage.max_concurrent_requests
+        words = (
+            f"raise max_concurrent_requests from {storage.max_concurrent_requests:,} to {more:,}"
+        )
+        settings = {"storage": storage.changed(max_concurrent_requests=more)}
+        changes.append(Change(f"max_concurrent_requests={more}", words, settings))
+    mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
+    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES and data.order == "stream":
+        larger = 4 * (data.shuffle_block_bytes or MAX_BLOCK_BYTES)
+        words = f"set shuffle_block_bytes to {larger:,} before the run, which is another order"
+        settings = {"shuffle_block_bytes": larger}
+        changes.append(Change(f"shuffle_block_bytes={larger}", words, settings))
+    if figures["amplification"] > HIGH_AMPLIFICATION:
+        more = 2 * storage.memory_bytes
+        words = f"raise memory_bytes from {storage.memory_bytes:,} to {more:,}"
+        settings = {"storage": storage.changed(memory_bytes=more)}
+        changes.append(Change(f"memory_bytes={more}", words, settings))
+    return changes
 
 
 def _read(
@@ -258,7 +348,10 @@ def peak_bytes() -> int:
 
 
 def advice(report: Report, setup: Setup) -> list[str]:
-    """What would help, the largest help first; that nothing would where the need is met."""
+    """What would help, the largest help first; that nothing would where the need is met.
+
+    A change of settings is advised only if it was tried, and helped.
+    """
     from streammega.apps.machine import FEWER_REQUESTS, check_disk
 
     figures = report.get("full_speed")
@@ -285,15 +378,9 @@ def advice(report: Report, setup: Setup) -> list[str]:
         lines.append(
             f"the store refused {figures['throttled']:,} requests (429, 503): {FEWER_REQUESTS}"
         )
-    elif not is_met and figures["waited_share"] < FULL_SPEED_WAITS:
-        lines.append(
-            "the processor is the limit: name only the `fields` that you use, or give the machine "
-            "more processors"
-        )
     elif not is_met:
-        lines += _storage_limits(figures, storage) or [
-            "storage is the limit: `streammega doctor` measures it; zstd shards have fewer bytes"
-        ]
+        lines.append(_limit(figures))
+        lines += _of_trials(report.get("trials", []))
     if report["first_batch_seconds"] > SLOW_START_SECONDS and not figures["throttled"]:
         lines.append(
             "the first batch is late: `streammega warmup` compiles kernels, `streammega prepare` "
@@ -302,34 +389,29 @@ def advice(report: Report, setup: Setup) -> list[str]:
     return lines
 
 
-def _storage_limits(figures: Report, storage: StorageConfig) -> list[str]:
-    """What limits the reading, as far as the figures of full speed say."""
-    lines = []
+def _limit(figures: Report) -> str:
+    """What limits the reading."""
+    if figures["waited_share"] < FULL_SPEED_WAITS:
+        return "the processor is the limit"
     latency = figures["request_median_seconds"]
-    in_flight = figures["requests"] / figures["seconds"] * latency
-    bytes_in_flight = figures["fetched_bytes"] / figures["seconds"] * latency
-    # These are means: a limit is not reached all of the time, least where the loop stops to plan.
-    if in_flight > storage.max_concurrent_requests / 2:
-        lines.append(
-            f"{in_flight:,.0f} requests of {1e3 * latency:,.0f} ms are in flight: raise "
-            f"max_concurrent_requests from {storage.max_concurrent_requests:,}"
-        )
-    elif bytes_in_flight > storage.tuning.max_in_flight_bytes / 4:
-        lines.append(
-            f"storage is far ({1e3 * latency:,.0f} ms): set cache_dir, write zstd shards, or use a "
-            f"bucket nearby"
-        )
-    mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
-    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES:
-        lines.append(
-            f"requests are small ({mean_bytes / 1024:,.0f} KiB): set cache_dir, or take larger "
-            f"shuffle_block_bytes of the stream order before the run"
-        )
-    if figures["amplification"] > HIGH_AMPLIFICATION:
-        lines.append(
-            f"{figures['amplification']:.1f} bytes are read for each that is used: raise "
-            f"memory_bytes"
-        )
+    rate = figures["fetched_bytes"] / figures["seconds"]
+    return (
+        f"storage is the limit: it gave {rate / 1e6:,.1f} MB/s, and a request took "
+        f"{1e3 * latency:,.0f} ms; `streammega doctor` measures it alone"
+    )
+
+
+def _of_trials(trials: list[Report]) -> list[str]:
+    """What helped where it was tried, and what did not."""
+    helped = [trial for trial in trials if trial["times"] >= HELPS]
+    others = [trial for trial in trials if trial["times"] < HELPS]
+    lines = [
+        f"{trial['advice']}: tried here, it was {trial['times']:.1f} times as fast"
+        for trial in sorted(helped, key=lambda trial: -trial["times"])
+    ]
+    if others:
+        tried = ", ".join(f"{trial['change']} ({trial['times']:.2f} times)" for trial in others)
+        lines.append(f"tried, of no help: {tried}")
     return lines
 
 
