@@ -179,6 +179,8 @@ def measure_phases(
 
     A rank gets every `dp_size`-th sample. Raises ConfigError for sizes below 1.
     """
+    from streammega.samples.segments import source_names
+
     _check_sizes(ranks=dp_size, steps=steps)
     starts = [segment.first_sample for segment in source.segments]
     if source.num_samples is not None:
@@ -191,7 +193,9 @@ def measure_phases(
         batch = schedule.size_at(start)
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
-        measured.append(_measure(source.segments[number], ids, batch, dp_size, phase, progress))
+        segment = source.segments[number]
+        names = source_names(source.config, segment.split)
+        measured.append(_measure(segment, names, ids, batch, dp_size, phase, progress))
     return measured
 
 
@@ -203,6 +207,7 @@ def _check_sizes(**sizes: int) -> None:
 
 def _measure(
     segment: SegmentSource,
+    names: Sequence[str],
     ids: NDArray[np.int64],
     global_batch_size: int,
     dp_size: int,
@@ -210,7 +215,7 @@ def _measure(
     progress: ProgressObserver,
 ) -> MeasuredOrder:
     """Figures of samples of one phase, in STEPS_OF_MEASURING steps."""
-    from streammega.samples.shuffling import shuffle_figures
+    from streammega.samples.shuffling import mixing_advice, mixing_of, shuffle_figures
 
     config = segment.config
     samples = len(ids)
@@ -218,6 +223,7 @@ def _measure(
     progress.advance(1)
     figures = shuffle_figures(segment, ids, global_batch_size)
     progress.advance(1)
+    mixing = mixing_of(segment, int(ids[0]), global_batch_size)
     order = segment.order
     plan = _plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0])
     progress.advance(1)
@@ -226,10 +232,14 @@ def _measure(
         "first_sample": int(ids[0]),
         "samples": samples,
         "lanes": None if order is None else order.lanes,
+        "mixing": mixing.report(names),
         "shuffling": figures,
         "each_rank": None,
         "notes": _notes(samples, figures, plan),
     }
+    if mixing.verdict in ("fair", "poor"):
+        advice = mixing_advice(segment, global_batch_size)
+        report["notes"].insert(0, f"batches are not mixed as well as they can be: {advice}")
     if plan is not None:
         report["each_rank"] = {
             "requests": plan.requests,

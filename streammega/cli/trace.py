@@ -493,10 +493,14 @@ def _shares(traced: Sequence[Any]) -> Report:
 
 def phases_report(run: TracedRunFile, last_step: int) -> Report:
     """What each phase takes from its datasets, up to a step."""
+    from streammega.samples.segments import source_names
+    from streammega.samples.shuffling import mixing_of
     from streammega.samples.usage import sample_usage
 
+    source = run.provenance.source
+    names = source_names(source.config, run.split)
     end = run.end_of(last_step)
-    available = run.provenance.source.num_samples
+    available = source.num_samples
     if available is not None:
         end = min(end, available)
     phases = []
@@ -506,6 +510,9 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
         steps = run.schedule.steps_between(dealt.first_sample, dealt.stop)
         entry["steps"] = None if steps is None else list(steps)
         entry["samples"] = dealt.samples
+        batch = run.schedule.size_at(dealt.first_sample)
+        mixing = mixing_of(source.segments[dealt.phase], dealt.first_sample, batch)
+        entry["mixing"] = mixing.report(names)
         entry["datasets"] = [_dataset_entry(dataset, dealt.samples) for dataset in datasets]
         phases.append(entry)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +11,12 @@ from streammega.errors import StateError
 from streammega.loading.engine import Engine
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.fields import Batch
+from streammega.samples.segments import source_names
+from streammega.samples.shuffling import FAIR_SHARE, mixing_advice, mixing_of
 from streammega.storage.fork_lock import process_lock
+from streammega.storage.warn_once import warn_once
+
+log = logging.getLogger(__name__)
 
 Read = tuple[int, Batch, Engine]
 """(position, micro-batch at the position, engine that read the micro-batch)."""
@@ -34,10 +40,34 @@ def iterate_batches(
     for steps_here, positions, first_sample in steps.by_segment(steps.positions(start), start):
         engine = make_engine(steps_here, positions, first_sample)
         with closing(engine):
+            if steps.split == "train" and steps.dp_rank == 0:
+                _warn_of_mixing(steps, first_sample)  # while the first bytes come
             for consumed, batch in read(engine):
                 check()
                 yield consumed, batch, engine
                 del batch  # the caller alone decides when its memory is free
+
+
+def _warn_of_mixing(steps: MicroSteps, start: int) -> None:
+    """Warn once if batches of the stream order come from much fewer places than a full shuffle's."""
+    segment = steps.samples.segment_at(start)
+    batch = steps.schedule.size_at(start)
+    if segment.order is None:
+        return
+    mixing = mixing_of(segment, start, batch)
+    if mixing.share is None or mixing.share >= FAIR_SHARE:
+        return
+    assert mixing.dataset is not None
+    name = source_names(steps.config, steps.split)[mixing.dataset]
+    warn_once(
+        log,
+        f"{name}, {segment.order.lanes} lanes, batches of {batch}",
+        "%s is mixed poorly: its samples in consecutive batches come from %.2f of the places that "
+        "they would come from in a full shuffle; %s",
+        name,
+        mixing.share,
+        mixing_advice(segment, batch),
+    )
 
 
 class Iteration(Iterator[Batch]):

@@ -131,6 +131,51 @@ def _windows(values: Places, length: int) -> Places:
     return values[: num_windows * length].reshape(num_windows, length)
 
 
+PLACE_BYTES = 1 << 18
+"""Bytes of a place of a dataset in `place_shares`: a block's at most, by default."""
+MIN_DRAWS = 64
+"""A dataset with fewer samples in the stretch is not judged: chance would decide."""
+
+
+def place_shares(
+    samples: Places,
+    dataset: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    samples_of_place: NDArray[np.int64],
+    window: int,
+) -> NDArray[np.float64]:
+    """Distinct places in windows of consecutive samples, divided by those of a full shuffle of each
+    dataset, epoch after epoch. float64 [datasets]; nan for a dataset with too few samples.
+
+    Args:
+        samples: which sample of its dataset each is, int64 [samples].
+        dataset: the dataset of each.
+        sizes: samples of an epoch of each dataset; samples_of_place: those of a place.
+        window: samples; where there are fewer, one window has them all.
+    """
+    rng = np.random.default_rng(0)
+    windows = np.arange(len(samples)) // window
+    is_whole = windows < max(1, len(samples) // window)
+    shares = np.full(len(sizes), np.nan)
+    for number in np.flatnonzero(np.bincount(dataset[is_whole]) >= MIN_DRAWS).tolist():
+        chosen = np.flatnonzero(is_whole & (dataset == number))
+        shuffled = _full_shuffle(int(sizes[number]), len(chosen), rng)
+        counts = [
+            len(np.unique(windows[chosen] << 40 | places // samples_of_place[number]))
+            for places in (samples[chosen], shuffled)
+        ]
+        shares[number] = counts[0] / counts[1]
+    return shares
+
+
+def _full_shuffle(size: int, count: int, rng: np.random.Generator) -> Places:
+    """The first `count` of the numbers below `size`, in a new random order in each epoch."""
+    if count < size:
+        return rng.choice(size, count, replace=False)  # memory grows with the count alone
+    epochs = np.tile(np.arange(size), (-(-count // size), 1))
+    return rng.permuted(epochs, axis=1).ravel()[:count]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FetchPlan:
     """What one rank fetches for a stretch of samples, when contiguous runs of its lanes are fetched

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.order.quality import places_of, shuffle_quality
+from streammega.order.quality import PLACE_BYTES, place_shares, places_of, shuffle_quality
+from streammega.order.stream_order import default_lanes
 from streammega.samples.source import SegmentSource
 
 WINDOW_STEPS = 32
 """Global batches over which the drift of domain shares is measured."""
 
-
+GOOD_SHARE = 0.9
+FAIR_SHARE = 0.7
+MIXED_BATCHES = 8
+"""A good shuffle also mixes batches that follow each other."""
+MIXED_LANES = 512
+"""Samples that large datasets take from as many places: what the lanes have at least, by default."""
+MIXED_SAMPLES = 1 << 15
+"""Samples that are looked at, at most."""
 FIGURES = {
     "distance_entropy": "entropy of distances between consecutive samples (bits)",
     "places_per_256": "distinct places among 256 samples",
@@ -66,3 +76,96 @@ def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
             samples_before += file.num_tokens // length
         starts.append(np.array(starts_of_files, np.int64))
     return starts, samples_before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """How well consecutive batches are mixed: distinct places of 256 KiB that they come from, divided
+    by a full shuffle's. Each figure is of the dataset with the lowest. None: too few samples.
+
+    one_batch, eight_batches: by global batches. share: the smaller of them, for the verdict. Of
+    datasets with more blocks than lanes it has windows of at most 512 samples: more take from few
+    blocks by design. dataset: the number, over all phases, of the one that `share` is of.
+    """
+
+    share: float | None
+    one_batch: float | None
+    eight_batches: float | None
+    dataset: int | None
+
+    @property
+    def verdict(self) -> str:
+        """`share` in one word."""
+        if self.share is None:
+            return "unknown"
+        return (
+            "good" if self.share >= GOOD_SHARE else "fair" if self.share >= FAIR_SHARE else "poor"
+        )
+
+    def report(self, names: Sequence[str]) -> dict[str, Any]:
+        """What reports say of it. names: of the datasets, by their numbers."""
+        report: dict[str, Any] = {"verdict": self.verdict, "of_a_full_shuffle": self.share}
+        if self.dataset is not None and len(names) > 1:
+            report["lowest_dataset"] = names[self.dataset]
+        return {**report, "one_batch": self.one_batch, "eight_batches": self.eight_batches}
+
+
+def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int) -> Mixing:
+    """How well batches are mixed from a sample on. No token is read."""
+    config = segment.config
+    samples = min(4 * MIXED_BATCHES * global_batch_size, MIXED_SAMPLES)
+    end = first_sample + samples
+    if segment.num_samples is not None:
+        end = min(end, segment.num_samples)
+    ids = np.arange(first_sample, max(first_sample, end))
+    if not len(ids):
+        return Mixing(share=None, one_batch=None, eight_batches=None, dataset=None)
+    extents = segment.locate(ids)
+    numbers = segment.dataset_numbers
+    column_of_number = np.zeros(len(segment.files), np.int64)
+    column_of_number[numbers] = np.arange(len(numbers))
+    number = extents.dataset[extents.row_splits[:-1]]
+    starts, _ = _file_starts(segment)
+    before = np.array([of_files[0] if len(of_files) else 0 for of_files in starts], np.int64)
+    within = places_of(extents, starts, config.sequence_length) - before[number]
+    sizes = np.maximum(np.array(segment.tokens_per_epoch) // config.sequence_length, 1)
+    itemsizes = np.array([segment.files[n][0].dtype.itemsize for n in numbers.tolist()])
+    sample_bytes = config.sequence_length * itemsizes
+    of_place = np.maximum(PLACE_BYTES // sample_bytes, 1)
+
+    def shares(window: int) -> NDArray[np.float64]:
+        return place_shares(within, column_of_number[number], sizes, of_place, window)
+
+    one = shares(global_batch_size)
+    eight = shares(MIXED_BATCHES * global_batch_size)
+    judged = np.fmin(one, eight)
+    order = segment.order
+    if order is not None:
+        is_large = sizes * sample_bytes >= order.lanes * order.shuffle_block_bytes
+        window = max(global_batch_size, min(MIXED_BATCHES * global_batch_size, MIXED_LANES))
+        judged[is_large] = np.fmin(one, shares(window))[is_large]
+    lowest = None if np.isnan(judged).all() else int(np.nanargmin(judged))
+    return Mixing(
+        share=None if lowest is None else float(judged[lowest]),
+        one_batch=_lowest(one),
+        eight_batches=_lowest(eight),
+        dataset=None if lowest is None else int(numbers[lowest]),
+    )
+
+
+def _lowest(shares: NDArray[np.float64]) -> float | None:
+    return None if np.isnan(shares).all() else float(np.nanmin(shares))
+
+
+def mixing_advice(segment: SegmentSource, global_batch_size: int) -> str:
+    """What mixes batches better, as the end of a sentence."""
+    order = segment.order
+    if order is None:
+        return 'set order to "stream" or "megatron", which shuffle'
+    enough = max(default_lanes(global_batch_size, None), 2 * order.lanes)
+    if order.lanes < MIXED_LANES:
+        enough = default_lanes(global_batch_size, None)
+    return (
+        f"set shuffle_lanes to {enough} or more instead of {order.lanes}, before the run or in a phase: "
+        "it is another order"
+    )
