@@ -1,40 +1,45 @@
 #!/usr/bin/env python3
 """Small datasets in the stream order: how well it mixes them, and how fast they are read.
 
-    .venv/bin/python tools/bench/small_data.py --figures mixing    # two minutes
+    .venv/bin/python tools/bench/small_data.py --figures mixing    # five minutes
     .venv/bin/python tools/bench/small_data.py --figures rates     # ten minutes
 
-Mixing: places of 256 KiB that one and eight consecutive global batches come from, beside a full shuffle,
-and how often a sample is used in 20 epochs. Rates: a loader of one rank, alone and as one of eight, that
+Mixing: places of 256 KiB that a dataset's samples in one and in eight consecutive global batches come from,
+beside a full shuffle, and how often a sample is used in 20 epochs; alone and as a part of a blend with 200 M
+tokens. Rates: a loader of one rank, alone and as one of eight, that
 reads from an object server in another process, beside the rate with a large dataset.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.order.epoch_layout import FilePart, StreamDataset
+from streammega.order.quality import PLACE_BYTES, place_shares
 from streammega.order.stream_order import StreamOrder, default_block_bytes, default_lanes
 from tools.bench import harness
 from tools.bench.corpus import write_random
 from tools.bench.object_server import Running, running
 
-PLACE_BYTES = 1 << 18
 EPOCHS = 20
 MAX_BATCHES = 400
-"""Batches that are looked at, of longer epochs."""
-MIXED_TOKENS = (200_000, 2_000_000, 7_000_000, 33_000_000, 66_000_000, 200_000_000)
+"""Batches that are looked at, of longer epochs; in a blend as many more as the share is smaller."""
+MAX_SAMPLES = 1 << 22
+MIXED_TOKENS = (
+    200_000, 2_000_000, 7_000_000, 33_000_000, 66_000_000, 72_000_000, 100_000_000, 200_000_000,
+)  # fmt: skip
+SHARES = (1.0, 0.1, 0.01)
+BESIDE_TOKENS = 200_000_000
 BATCHES = (8, 64, 1024)
 LENGTHS = (128, 512, 2048, 8192)
 READ_TOKENS = {"1 MB": 500_000, "10 MB": 5_000_000, "100 MB": 50_000_000}
@@ -46,13 +51,25 @@ SECONDS = 1.0
 ROUNDS = 3
 
 
-def order_of(tokens: int, length: int, batch: int) -> StreamOrder:
-    """The order of one dataset of 16-bit tokens, with the default lanes."""
-    part = FilePart(file=0, start=0, tokens=tokens)
+class Mixed(NamedTuple):
+    """Places of one and eight batches, divided by a full shuffle's, and (fewest, most) uses."""
+
+    few_blocks: bool
+    one_batch: float
+    eight_batches: float
+    uses: tuple[int, int] | None
+
+
+def order_of(tokens: int, length: int, batch: int, share: float) -> StreamOrder:
+    """The order of a dataset of 16-bit tokens, with the default lanes, alone or beside a larger one."""
+    sizes = (tokens,) if share == 1 else (tokens, BESIDE_TOKENS)
     lanes = default_lanes(batch, None)
     return StreamOrder(
-        datasets=[StreamDataset(parts=[part], itemsize=2)],
-        weights=[1.0],
+        datasets=[
+            StreamDataset(parts=[FilePart(file=0, start=0, tokens=size)], itemsize=2)
+            for size in sizes
+        ],
+        weights=[share, 1 - share][: len(sizes)],
         sequence_length=length,
         extra_token=True,
         seed=7,
@@ -61,48 +78,69 @@ def order_of(tokens: int, length: int, batch: int) -> StreamOrder:
     )
 
 
-def distinct(places: NDArray[np.int64], samples: int) -> float:
-    """Distinct places of so many consecutive samples, on average."""
-    windows = places[: len(places) // samples * samples].reshape(-1, samples)
-    return statistics.fmean(len(np.unique(window)) for window in windows)
-
-
-def mixing(tokens: int, length: int, batch: int) -> tuple[str, ...] | None:
-    """The row of a dataset; None where an epoch has not eight batches."""
-    order = order_of(tokens, length, batch)
+def mixing(tokens: int, length: int, batch: int, share: float) -> Mixed | None:
+    """The figures of a dataset; None where an epoch has not eight batches."""
+    order = order_of(tokens, length, batch, share)
     samples = (tokens - 1) // length
-    batches = min(samples // batch, MAX_BATCHES)
+    batches = min(int(min(samples, MAX_BATCHES * batch) / share), MAX_SAMPLES) // batch
     if batches < 8:
         return None
-    places = order.locate(np.arange(batches * batch)).start * 2 // PLACE_BYTES
-    shuffled = np.random.default_rng(0).permutation(samples)[: batches * batch]
-    full = shuffled * length * 2 // PLACE_BYTES
-    ratios = [distinct(places, count * batch) / distinct(full, count * batch) for count in (1, 8)]
-    uses = np.zeros(samples + 1, np.int64)
+    found = order.locate(np.arange(batches * batch))
+    dataset = found.dataset.astype(np.int64)
+    place_samples = max(PLACE_BYTES // (2 * length), 1)
+    sizes = np.array([dataset.tokens for dataset in order.datasets]) // length
+    one, eight = (
+        place_shares(
+            found.start // length, dataset, sizes, np.full(len(sizes), place_samples), window
+        )[0]
+        for window in (batch, 8 * batch)
+    )
+    few_blocks = samples * length * 2 < order.lanes * order.shuffle_block_bytes
+    return Mixed(few_blocks, float(one), float(eight), uses(order, samples) if share == 1 else None)
+
+
+def uses(order: StreamOrder, samples: int) -> tuple[int, int]:
+    """(fewest, most) uses of a sample in EPOCHS epochs of the only dataset."""
+    counts = np.zeros(samples + 1, np.int64)
     step = 1 << 20
     for first in range(0, EPOCHS * samples, step):
         found = order.locate(np.arange(first, min(first + step, EPOCHS * samples)))
-        uses += np.bincount(found.start // length, minlength=samples + 1)
+        counts += np.bincount(found.start // order.sequence_length, minlength=samples + 1)
     # an epoch begins at an offset of its own, so the last sample may be short of a use or the first
-    inner = uses[1:-2]
-    few_blocks = samples * length * 2 < order.lanes * order.shuffle_block_bytes
-    return (
-        f"{tokens:,}", f"{length:,}", f"{batch:,}", "yes" if few_blocks else "no",
-        f"{ratios[0]:.2f}", f"{ratios[1]:.2f}", f"{inner.min()} to {inner.max()}",
-    )  # fmt: skip
+    inner = counts[1:-2]
+    return int(inner.min()), int(inner.max())
 
 
 def show_mixing() -> None:
     harness.table(
-        "tokens", "S", "batch", "fewer blocks than lanes", "1 batch", "8 batches",
+        "share", "batch", "S", "tokens", "fewer blocks than lanes", "1 batch", "8 batches",
         f"uses in {EPOCHS} epochs",
     )  # fmt: skip
-    for batch in BATCHES:
-        for length in LENGTHS:
-            for tokens in MIXED_TOKENS:
-                cells = mixing(tokens, length, batch)
-                if cells is not None:
-                    harness.row(*cells)
+    figures: dict[float, list[Mixed]] = {share: [] for share in SHARES}
+    for share, batch, length, tokens in product(SHARES, BATCHES, LENGTHS, MIXED_TOKENS):
+        mixed = mixing(tokens, length, batch, share)
+        if mixed is None or np.isnan(mixed.one_batch):
+            continue
+        figures[share].append(mixed)
+        fewest_to_most = "" if mixed.uses is None else f"{mixed.uses[0]} to {mixed.uses[1]}"
+        harness.row(
+            f"{share:g}", f"{batch:,}", f"{length:,}", f"{tokens:,}",
+            "yes" if mixed.few_blocks else "no", f"{mixed.one_batch:.2f}",
+            f"{mixed.eight_batches:.2f}", fewest_to_most,
+        )  # fmt: skip
+    print()
+    harness.table("share", "1 batch", "8 batches, fewer blocks than lanes", "8 batches, others")
+    for share, of_share in figures.items():
+        harness.row(
+            f"{share:g}",
+            from_to([mixed.one_batch for mixed in of_share]),
+            from_to([mixed.eight_batches for mixed in of_share if mixed.few_blocks]),
+            from_to([mixed.eight_batches for mixed in of_share if not mixed.few_blocks]),
+        )
+
+
+def from_to(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
 
 
 def rate(server: Running, name: str, length: int, ranks: int) -> tuple[float, float]:
