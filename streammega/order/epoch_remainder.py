@@ -2,8 +2,8 @@
 
 It is intervals of tokens, about one a lane, known in closed form: whole blocks of the newest epoch,
 and draws of lanes that are behind or have a block open. End to end they are cut into samples of the
-new length, and each new lane gets an equal run of these. After its share a lane draws from whole
-epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the
+new length, and each new lane gets an equal run of these; lanes next to each other get runs far
+apart, for neighbouring runs share blocks. After its share a lane draws from whole epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the
 others join several. Tokens too few for a sample stay unread until the next change.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streammega.errors.cached_property import cached_property
+from streammega.kernels.keyed import GOLDEN
 from streammega.kernels.remainder import (
     INTERVAL,
     remainder_runs,
@@ -53,15 +54,26 @@ class EpochRemainder:
         return self.tokens // self.length
 
     @cached_property
+    def _runs_of_lanes(self) -> Integers:
+        """The run of each lane, counted from the beginning, int64 [lanes]: that of lane i is as far
+        along as the fraction of i times the golden ratio, so that lanes next to each other are far apart.
+        """
+        fractions = np.arange(self.lanes, dtype=np.uint64) * GOLDEN  # in 2**-64ths
+        runs = np.empty(self.lanes, np.int64)
+        runs[np.argsort(fractions)] = np.arange(self.lanes)
+        return runs
+
+    @cached_property
     def lane_counts(self) -> Integers:
         """Samples of each lane, int64 [lanes]: lanes differ by one at most."""
         each, more = divmod(self.samples, self.lanes)
-        return each + (np.arange(self.lanes) < more).astype(np.int64)
+        return each + (self._runs_of_lanes < more).astype(np.int64)
 
     @cached_property
     def lane_starts(self) -> Integers:
         """The first sample of each lane, int64 [lanes]."""
-        return np.cumsum(self.lane_counts) - self.lane_counts
+        each, more = divmod(self.samples, self.lanes)
+        return self._runs_of_lanes * each + np.minimum(self._runs_of_lanes, more)
 
     def runs(self, samples: Integers, extra: int) -> Records:
         """The runs of tokens of samples, sample by sample: RUN records, whose `item` is a place in
@@ -83,8 +95,9 @@ class EpochRemainder:
         """
         taken = np.minimum(drawn, self.lane_counts)
         dealt = self.samples * self.length
-        first = np.append((self.lane_starts + taken) * self.length, dealt)
-        stop = np.append((self.lane_starts + self.lane_counts) * self.length, self.tokens)
+        by_start = np.argsort(self.lane_starts, kind="stable")
+        first = np.append((self.lane_starts + taken)[by_start] * self.length, dealt)
+        stop = np.append((self.lane_starts + self.lane_counts)[by_start] * self.length, self.tokens)
         slices = np.empty(len(self.intervals) + len(first), INTERVAL)
         return slices[: slice_intervals(first, stop, self.intervals, slices)]
 
