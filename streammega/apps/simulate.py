@@ -138,7 +138,7 @@ def simulate(
     storage_file: StorageFile = None,
     **settings: Any,
 ) -> None:
-    """Forecast a run on a cluster: start, waits, requests, bytes, cost, memory, shuffling.
+    """Forecast a run on a cluster: start, waits, requests, bytes, memory, shuffling.
 
     No data and no cluster are needed. Some ranks are simulated by the code that reads.
     """

@@ -3,8 +3,9 @@
 It is intervals of tokens, about one a lane, known in closed form: whole blocks of the newest epoch,
 and draws of lanes that are behind or have a block open. End to end they are cut into samples of the
 new length, and each new lane gets an equal run of these; lanes next to each other get runs far
-apart, for neighbouring runs share blocks. After its share a lane draws from whole epochs. Stretches of whole blocks come first, so nearly all samples are one run of tokens; the
-others join several. Tokens too few for a sample stay unread until the next change.
+apart, for neighbouring runs share blocks. After its share a lane draws from whole epochs. Stretches
+of whole blocks come first, so nearly all samples are one run of tokens; the others join several.
+Tokens too few for a sample stay unread until the next change.
 """
 
 from __future__ import annotations

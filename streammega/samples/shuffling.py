@@ -22,8 +22,8 @@ MIXED_BATCHES = 8
 """A good shuffle also mixes batches that follow each other."""
 MIXED_LANES = 512
 """Samples that large datasets take from as many places: what the lanes have at least, by default."""
-MIXED_SAMPLES = 1 << 15
-"""Samples that are looked at, at most."""
+MIXED_SAMPLES = (1 << 14, 1 << 15)
+"""Samples that are looked at: so many that a source of a hundredth is judged, and at most."""
 FIGURES = {
     "distance_entropy": "entropy of distances between consecutive samples (bits)",
     "places_per_256": "distinct places among 256 samples",
@@ -113,7 +113,8 @@ class Mixing:
 def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int) -> Mixing:
     """How well batches are mixed from a sample on. No token is read."""
     config = segment.config
-    samples = min(4 * MIXED_BATCHES * global_batch_size, MIXED_SAMPLES)
+    fewest, most = MIXED_SAMPLES
+    samples = min(max(4 * MIXED_BATCHES * global_batch_size, fewest), most)
     end = first_sample + samples
     if segment.num_samples is not None:
         end = min(end, segment.num_samples)
@@ -129,6 +130,9 @@ def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int)
     before = np.array([of_files[0] if len(of_files) else 0 for of_files in starts], np.int64)
     within = places_of(extents, starts, config.sequence_length) - before[number]
     sizes = np.maximum(np.array(segment.tokens_per_epoch) // config.sequence_length, 1)
+    order = segment.order
+    if order is not None:
+        sizes = order.layout.datasets["size"]  # short files have no sample
     itemsizes = np.array([segment.files[n][0].dtype.itemsize for n in numbers.tolist()])
     sample_bytes = config.sequence_length * itemsizes
     of_place = np.maximum(PLACE_BYTES // sample_bytes, 1)
@@ -139,7 +143,6 @@ def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int)
     one = shares(global_batch_size)
     eight = shares(MIXED_BATCHES * global_batch_size)
     judged = np.fmin(one, eight)
-    order = segment.order
     if order is not None:
         is_large = sizes * sample_bytes >= order.lanes * order.shuffle_block_bytes
         window = max(global_batch_size, min(MIXED_BATCHES * global_batch_size, MIXED_LANES))

@@ -393,8 +393,8 @@ def _check_apart(
             if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
                     f"{other} and {prefix} share the file {url}, "
-                    "so phases would read it twice; use the same name in every phase. For data that "
-                    "grew, keep the former name, and add the new shards as another dataset"
+                    "so phases would read it twice; use the same name in every phase. New shards are "
+                    "another dataset, beside that of the former name"
                 )
 
 

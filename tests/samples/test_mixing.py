@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, PhaseConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.order.quality import MIN_DRAWS, place_shares
 from streammega.samples.open import open_source
 from streammega.samples.shuffling import Mixing, mixing_advice, mixing_of
 from streammega.storage import warn_once
-from tests.support.builders import write_run_file
+from tests.support.builders import write_dataset, write_run_file
 
 LARGE = "mock://tokens=40000000,length=1000,seed=1"
 SMALL = "mock://tokens=500000,length=1000,seed=2"
@@ -86,6 +86,34 @@ def test_the_dataset_with_the_lowest_share_is_judged() -> None:
     """A small dataset in few lanes is a full shuffle, the large one beside it is not."""
     found, _ = mixing(["0.5", SMALL, "0.5", LARGE], length=2048, batch=16, shuffle_lanes=16)
     assert (found.verdict, found.dataset) == ("poor", 1)
+
+
+@pytest.mark.guarantee("mixing-verdict")
+def test_short_shards_are_a_full_shuffle_too(tmp_path: Path) -> None:
+    """Their rests have no sample: 600 of 3,900 tokens have as many samples of 2,048, not 1,142."""
+    for number in range(600):
+        write_dataset(tmp_path / f"s{number:03}", [np.full(3900, 1)])
+    found, _ = mixing(f"{tmp_path}/", length=2048, batch=64)
+    assert found.verdict == "good", found
+
+
+@pytest.mark.guarantee("mixing-verdict")
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_tiny_batches_are_judged(batch: int) -> None:
+    found, _ = mixing([SMALL], length=2048, batch=batch)
+    assert found.verdict == "good", found
+
+
+@pytest.mark.guarantee("mixing-verdict")
+def test_a_change_of_lanes_mixes_what_the_epoch_has_left() -> None:
+    """What the advice says of phases."""
+    config = DataConfig(
+        blend=[LARGE], sequence_length=128, split="1,0,0", order="stream", shuffle_lanes=8,
+        phases=[PhaseConfig(first_sample=80, shuffle_lanes=512)],
+    )  # fmt: skip
+    before, after = open_source(config, "train", 8).segments
+    assert mixing_of(before, 0, 8).verdict == "poor"
+    assert mixing_of(after, 80, 8).verdict == "good"
 
 
 def test_other_orders_are_judged_too() -> None:

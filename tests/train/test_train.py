@@ -258,6 +258,11 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
         ("train_iters=5", r"unknown setting train_iters; did you mean train\.train_iters"),
         ("data.memory_bytes=5", r"did you mean data\.storage\.memory_bytes"),
         ("data.storage.request_timeuot=5", r"did you mean data\.storage\.request_timeout"),
+        ("data.storage._tuning.max_request_bytes=8192", r"unknown setting data\.storage\._tuning"),
+        (
+            "data.storage.max_request_bytes=8192",
+            r"unknown setting data\.storage\.max_request_bytes; known",
+        ),
         ("model.width=5", r"^\S+/run.toml with 1 override: unknown setting model.width"),
         ("data.seed=one", r"^\S+/run.toml with 1 override: seed is 'one'"),
         ("train.train_iters=many", "train.train_iters is 'many'; it must be a whole number"),

@@ -184,19 +184,25 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
+def _public_hints(kind: Any) -> dict[str, Any]:
+    """The types of the settings of a section, without private ones, which no file sets."""
+    hints = get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if not name.startswith("_")}
+
+
 def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     """Raise ConfigError for names that no setting has, with the nearest that one has; and for text in
     place of a list or mapping, which dacite would take to pieces.
 
     kind: the dataclass of a section, whose name `path` is, with a dot at its end.
     """
-    hints = get_type_hints(kind)
+    hints = _public_hints(kind)
     for name, value in table.items():
         if name not in hints:
             homes = [
                 f"{section}.{name}"
                 for section, of_section in hints.items()
-                if is_dataclass(of_section) and name in get_type_hints(of_section)
+                if is_dataclass(of_section) and name in _public_hints(of_section)
             ]
             if homes:
                 raise ConfigError(f"unknown setting {path}{name}; did you mean {path}{homes[0]}?")
