@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -143,7 +144,9 @@ def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) ->
     ranks_of_a_loader = run.parallel.tp * run.parallel.cp * run.parallel.pp
     dp_size = max(1, gpus // ranks_of_a_loader)
     data = run.data
-    if not data.num_samples:
+    if data.order == "stream":  # without an end, which a short run would reach over and over
+        data = replace(data, num_samples=None)
+    elif not data.num_samples:
         data = replace(data, num_samples=run.num_samples())
     return Setup(
         path,
@@ -157,6 +160,7 @@ def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) ->
 
 def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator[Report]:
     """Figures of the start, of full speed, and of the rate that is needed, as each is measured."""
+    import_module("streammega.loading.loader")  # no part of the opening, which is timed
     yield {
         "data": setup.name,
         "order": setup.data.order,
@@ -393,6 +397,8 @@ def _limit(figures: Report) -> str:
     """What limits the reading."""
     if figures["waited_share"] < FULL_SPEED_WAITS:
         return "the processor is the limit"
+    if not figures["requests"]:
+        return "this machine is the limit: its processors, or the disk with the data"
     latency = figures["request_median_seconds"]
     rate = figures["fetched_bytes"] / figures["seconds"]
     return (

@@ -245,9 +245,7 @@ def _measure(
             "requests": plan.requests,
             "fetched_bytes": plan.fetched_bytes,
             "fetched_for_each_byte_used": plan.amplification,
-            "most_bytes_of_open_blocks": (
-                0 if order is None else order.lanes // dp_size * order.shuffle_block_bytes
-            ),
+            "most_bytes_of_open_blocks": 0 if order is None else _open_bytes(order, dp_size),
         }
     drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
     if drift:
@@ -265,10 +263,18 @@ def _plan_of_a_rank(
     """What one rank would fetch for its samples.
 
     In the stream order it fetches whole blocks, one open in each lane; else each sample by itself.
-    None where lanes share the samples of a dataset: those are fetched as a whole, or one by one.
+    None where a small dataset is fetched as a whole, or lanes share the samples of one.
     """
     from streammega.order.quality import fetch_plan
+    from streammega.storage.open import is_remote
 
+    most_bytes = config.storage.tuning.resident_bytes
+    numbers = segment.dataset_numbers.tolist()
+    for number, tokens in zip(numbers, segment.tokens_per_epoch, strict=True):
+        file = segment.files[number][0]
+        stays = file.dtype.itemsize * tokens <= most_bytes and is_remote(file.url)
+        if stays and ORDERS[config.order].is_shuffled:
+            return None
     if order is not None and (order.lanes_per_run > 1).any():
         return None
     itemsize = max(file.dtype.itemsize for files in segment.files for file in files)
@@ -281,6 +287,13 @@ def _plan_of_a_rank(
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
+def _open_bytes(order: StreamOrder, dp_size: int) -> int:
+    """The blocks that a rank has open, one of each dataset in each of its lanes."""
+    itemsizes = np.array([dataset.itemsize for dataset in order.datasets])
+    block_bytes = order.block_samples * order.sequence_length * itemsizes
+    return order.lanes // dp_size * int(block_bytes.sum())
+
+
 def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan | None) -> list[str]:
     """Explanations of figures that are missing or look wrong where data is small."""
     notes = []
@@ -290,8 +303,9 @@ def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan |
         )
     if plan is None:
         notes.append(
-            "requests and bytes cannot be forecast: a dataset has fewer than 32 samples for each "
-            "lane; it is fetched once and stays in memory, or is read by the sample without room"
+            "requests and bytes are not forecast: a dataset of up to 16 MiB, or with fewer than 32 "
+            "samples for each lane, is fetched once and stays in memory, or is read by the sample "
+            "where there is no room or ranks are many"
         )
     elif plan.amplification > FAR_MORE:
         notes.append(

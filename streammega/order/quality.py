@@ -198,12 +198,13 @@ def fetch_plan(
     """The plan of a rank's samples, each a row of `extents` drawn in `lane`, in the order they are
     used.
 
-    Rows of a lane, file and neighbourhood (nearer than `largest_piece` tokens) are one request.
+    Rows of a dataset, lane, file and neighbourhood (nearer than `largest_piece` tokens) are one request.
     `overlap`: tokens of a row that the next one repeats (the label token), which are not counted as
     useful twice.
     """
     lane_of_row = np.repeat(lane, np.diff(extents.row_splits))
-    by_lane = np.argsort(lane_of_row, kind="stable")  # within a lane as they are used
+    # within a dataset and lane as they are used
+    by_lane = np.lexsort((lane_of_row, extents.dataset))
     start = extents.start[by_lane]
     stop = extents.stop[by_lane]
     is_far = np.abs(np.diff(start)) >= largest_piece

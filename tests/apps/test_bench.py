@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streammega import StreamLoader
 from streammega.apps import bench as app
 from streammega.cli.main import main
 from streammega.cli.options import storage_config
@@ -160,9 +161,9 @@ def test_a_change_that_does_not_help_is_not_advised(
     web: str, tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lanes share the samples of so little data: no size of blocks makes its requests larger."""
-    keep_nothing(monkeypatch)
+    keep_nothing(monkeypatch, max_in_flight_bytes=1 << 16)
     monkeypatch.setattr(app, "SMALL_REQUEST_BYTES", 1 << 30)  # neighbours are read together
-    with running(tmp_path / "root", latency=0.02) as server:
+    with running(tmp_path / "root", latency=0.1) as server:
         options = {"storage_options": server.storage_options}
         need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "512")
         code, report = measure("s3://data/web", *need, "--seconds", "4", **options)
@@ -187,6 +188,38 @@ def test_fields_are_tried_where_the_processor_is_the_limit(
     assert [trial["change"] for trial in report["trials"]] == ['fields=["tokens", "labels"]']
     assert main([*command, "data.eod_mask_loss=true", "data.eod_id=7"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == []
+
+
+@pytest.mark.guarantee("bench-measures-need")
+def test_a_short_run_is_measured_without_its_end(
+    web: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes over two steps would measure how fast passes begin."""
+    begun: list[StreamLoader] = []
+    begin = StreamLoader.__iter__
+
+    def counted(loader: StreamLoader) -> Any:
+        begun.append(loader)
+        return begin(loader)
+
+    monkeypatch.setattr(StreamLoader, "__iter__", counted)
+    sections: dict[str, Any] = {
+        "data": {"blend": [web], "order": "stream"},
+        "train": {"train_iters": 2},
+    }
+    run_file = write_run_file(tmp_path, **sections)
+    assert main(["bench", run_file, "--json", "--seconds", SECONDS]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["full_speed"]["tokens_per_second"] > 0
+    assert begun == []
+
+
+def test_a_limit_of_local_data_is_not_called_storage() -> None:
+    figures = {"waited_share": 0.9, "requests": 0}
+    assert (
+        app._limit(figures)
+        == "this machine is the limit: its processors, or the disk with the data"
+    )
 
 
 def test_advice_begins_with_the_change_that_helped_most() -> None:

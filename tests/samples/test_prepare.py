@@ -4,6 +4,7 @@ orders.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 from dataclasses import replace
@@ -17,7 +18,9 @@ from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
 from streammega.cli.order_report import measure_order
 from streammega.errors import ConfigError
-from streammega.order.quality import shuffle_quality
+from streammega.order.epoch_layout import FilePart, StreamDataset
+from streammega.order.quality import fetch_plan, shuffle_quality
+from streammega.order.stream_order import StreamOrder
 from streammega.samples import blended, gpt
 from streammega.samples import open as opening
 from streammega.samples.open import prepare
@@ -253,11 +256,11 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
         4,
         ProgressObserver(),
     )
-    assert "requests and bytes cannot be forecast" in str(made.report["notes"])
+    assert "requests and bytes are not forecast" in str(made.report["notes"])
     assert made.report["each_rank"] is None
     large = measure_order(
         DataConfig(
-            blend="mock://tokens=1000000,length=1000",
+            blend="mock://tokens=20000000,length=1000",
             sequence_length=64,
             order="stream",
             shuffle_lanes=4,
@@ -299,11 +302,30 @@ def test_a_report_reads_no_tokens_but_those_of_the_opening(
             "--order",
             order,
         ]
-        assert main(["order-report", f"{server.url}/p0", *options]) == 0
+        assert main(["order-report", f"{server.url}/p0", *options, "--json"]) == 0
         asked = [(method, path) for method, path, _ in server.requests]
-    assert "samples 256" in capsys.readouterr().out
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    assert phase["samples"] == 256
+    stays_in_memory = order != "sequential"
+    assert (phase["each_rank"] is None) == stays_in_memory, "so little is fetched whole"
+    assert ("requests and bytes are not forecast" in str(phase["notes"])) == stays_in_memory
     assert ("GET", "/p0.idx") in asked
     assert asked.count(("GET", "/p0.bin")) == 1, "the tokens by which the dataset is known"
+
+
+def test_the_plan_of_a_blend_has_the_requests_of_its_datasets() -> None:
+    """A lane that turns to another dataset goes on where it was in the first one."""
+    datasets = [
+        StreamDataset(parts=[FilePart(file=0, start=0, tokens=100_000)], itemsize=2)
+        for _ in range(2)
+    ]
+    order = StreamOrder(
+        datasets=datasets, weights=[0.5, 0.5], sequence_length=10, extra_token=True, seed=1,
+        lanes=8, shuffle_block_bytes=1000,
+    )  # fmt: skip
+    ids = np.arange(8 * 60)
+    plan = fetch_plan(order.locate(ids), order.lane_of(ids), 2, 500, 1)
+    assert plan.requests <= 8 * 2 * 2, "in each lane and dataset a block or two"
 
 
 @pytest.mark.parametrize("make", [full_shuffle, block_shuffle, shuffle_buffer, py1e])

@@ -261,7 +261,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
         ("data.storage._tuning.max_request_bytes=8192", r"unknown setting data\.storage\._tuning"),
         (
             "data.storage.max_request_bytes=8192",
-            r"unknown setting data\.storage\.max_request_bytes; known",
+            r"unknown setting data\.storage\.max_request_bytes; did you mean data\.storage\.request_timeout",
         ),
         ("model.width=5", r"^\S+/run.toml with 1 override: unknown setting model.width"),
         ("data.seed=one", r"^\S+/run.toml with 1 override: seed is 'one'"),
