@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 SMALL_REQUEST = 64 << 10
 """Requests of fewer bytes cost more than their bytes."""
+SELDOM_DRAWN = 16
+"""A small dataset stays in memory only if a rank draws a sixteenth of it at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +257,7 @@ def _small_datasets(
 ) -> list[_SmallDataset]:
     """The remote datasets that may stay in memory, the most drawn first: those of few bytes, and those
     whose lanes share a run, which have no blocks, if few enough ranks read them: each reads them whole.
+    Those of which a rank draws hardly anything until the end are left out.
     """
     segment = steps.samples.segment_at(start)
     order = segment.order
@@ -262,6 +266,10 @@ def _small_datasets(
         return []
     small = []
     num_datasets = len(steps.samples.files) if order is None else len(order.datasets)
+    shares = np.zeros(num_datasets)
+    columns = segment.dataset_numbers if order is None else np.arange(num_datasets)
+    shares[columns] = segment.shares
+    num_samples = math.inf if steps.num_samples is None else steps.num_samples - start
     for dataset in range(num_datasets):
         if order is None:
             files = np.arange(table.firsts[dataset], table.firsts[dataset + 1])
@@ -273,14 +281,14 @@ def _small_datasets(
             continue
         itemsize = table.itemsize[files]
         begin, end = first * itemsize, last * itemsize
+        drawn = num_samples * shares[dataset] / steps.dp_size * sample_tokens * itemsize.max()
+        if drawn * SELDOM_DRAWN < (end - begin).sum():
+            continue
         is_alone = order is not None and order.lanes_per_run[dataset] > 1
         # all samples of a rank, one by one, against all bytes
         saves = is_alone and sample_tokens * int(itemsize.max()) * steps.dp_size <= SMALL_REQUEST
         if saves or (end - begin).sum() <= resident_bytes:
             small.append(_SmallDataset(dataset, files, begin, end, bool(is_alone)))
-    shares = np.zeros(num_datasets)
-    columns = segment.dataset_numbers if order is None else np.arange(num_datasets)
-    shares[columns] = segment.shares if order is None else order.weights
     return sorted(small, key=lambda one: -shares[one.dataset])
 
 

@@ -78,6 +78,22 @@ def test_a_small_dataset_is_fetched_once_over_all_epochs_by_every_rank(
             assert torch.equal(one["labels"], other["labels"])
 
 
+def test_a_few_samples_are_fetched_without_the_rest(
+    folders: tuple[Path, Path], server: Running, tmp_path: Path
+) -> None:
+    """An evaluation of a few batches reads them at every pass."""
+    names = ["small"]
+    config = config_of("s3://small", names, server, tmp_path, num_samples=(16, 0, 0))
+    batches, stats = some_batches(config, 2)
+    local, _ = folders
+    expected, _ = some_batches(
+        config_of(str(local), names, server, tmp_path, num_samples=(16, 0, 0)), 2
+    )
+    assert stats["fetched_bytes"] < 2 * TOKENS["small"] / 4
+    for one, other in zip(batches, expected, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+
+
 @pytest.mark.guarantee("small-data-read-once")
 def test_parts_of_samples_phases_and_a_cache_read_the_same(
     folders: tuple[Path, Path], server: Running, tmp_path: Path
