@@ -28,6 +28,8 @@ FULL_SPEED_WAITS = 0.2
 HIGH_AMPLIFICATION = 1.3
 SMALL_REQUEST_BYTES = 12 << 10
 """A sample of 4,096 tokens has 8 KiB."""
+BLOCK_BYTES = 256 << 10
+"""The largest block by default."""
 HELPS = 1.2
 """How many times as fast a change has to be, to be advised: less may be chance."""
 TRIAL_SHARE = 0.25
@@ -138,13 +140,14 @@ def bench(
 
 
 def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) -> Setup:
+    from streammega.config import ORDERS
     from streammega.train.config import load_run
 
     run = load_run(path, overrides)
     ranks_of_a_loader = run.parallel.tp * run.parallel.cp * run.parallel.pp
     dp_size = max(1, gpus // ranks_of_a_loader)
     data = run.data
-    if data.order == "stream":  # without an end, which a short run would reach over and over
+    if ORDERS[data.order].is_endless:  # without an end, which a short run would reach over and over
         data = replace(data, num_samples=None)
     elif not data.num_samples:
         data = replace(data, num_samples=run.num_samples())
@@ -249,12 +252,12 @@ def try_changes(
 
 def possible_changes(figures: Report, setup: Setup) -> list[Change]:
     """The changes of settings that the figures of full speed speak for."""
-    from streammega.order.stream_order import MAX_BLOCK_BYTES
+    from streammega.config import ORDERS
 
     data = setup.data
     storage = data.storage
     if figures["waited_share"] < FULL_SPEED_WAITS:
-        if data.order == "stream" or data.fields is not None:
+        if ORDERS[data.order].has_lanes or data.fields is not None:
             return []
         settings: dict[str, Any] = {"fields": ("tokens", "labels")}
         words = "name only the `fields` that you use"
@@ -270,8 +273,8 @@ def possible_changes(figures: Report, setup: Setup) -> list[Change]:
         settings = {"storage": storage.changed(max_concurrent_requests=more)}
         changes.append(Change(f"max_concurrent_requests={more}", words, settings))
     mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
-    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES and data.order == "stream":
-        larger = 4 * (data.shuffle_block_bytes or MAX_BLOCK_BYTES)
+    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES and ORDERS[data.order].has_lanes:
+        larger = 4 * (data.shuffle_block_bytes or BLOCK_BYTES)
         words = f"set shuffle_block_bytes to {larger:,} before the run, which is another order"
         settings = {"shuffle_block_bytes": larger}
         changes.append(Change(f"shuffle_block_bytes={larger}", words, settings))

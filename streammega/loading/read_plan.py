@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 SMALL_REQUEST = 64 << 10
 """Requests of fewer bytes cost more than their bytes."""
-SELDOM_DRAWN = 16
-"""A small dataset stays in memory only if a rank draws a sixteenth of it at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +255,7 @@ def _small_datasets(
 ) -> list[_SmallDataset]:
     """The remote datasets that may stay in memory, the most drawn first: those of few bytes, and those
     whose lanes share a run, which have no blocks, if few enough ranks read them: each reads them whole.
-    Those of which a rank draws hardly anything until the end are left out.
+    A dataset is left out if a rank draws few samples of it until the end: requests for them cost less.
     """
     segment = steps.samples.segment_at(start)
     order = segment.order
@@ -281,8 +279,8 @@ def _small_datasets(
             continue
         itemsize = table.itemsize[files]
         begin, end = first * itemsize, last * itemsize
-        drawn = num_samples * shares[dataset] / steps.dp_size * sample_tokens * itemsize.max()
-        if drawn * SELDOM_DRAWN < (end - begin).sum():
+        cost_of_sample = max(sample_tokens * int(itemsize.max()), SMALL_REQUEST)
+        if num_samples * shares[dataset] / steps.dp_size * cost_of_sample < (end - begin).sum():
             continue
         is_alone = order is not None and order.lanes_per_run[dataset] > 1
         # all samples of a rank, one by one, against all bytes

@@ -113,8 +113,8 @@ class Mixing:
 def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int) -> Mixing:
     """How well batches are mixed from a sample on. No token is read."""
     config = segment.config
-    fewest, most = MIXED_SAMPLES
-    samples = min(max(4 * MIXED_BATCHES * global_batch_size, fewest), most)
+    min_samples, max_samples = MIXED_SAMPLES
+    samples = min(max(4 * MIXED_BATCHES * global_batch_size, min_samples), max_samples)
     end = first_sample + samples
     if segment.num_samples is not None:
         end = min(end, segment.num_samples)

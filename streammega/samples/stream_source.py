@@ -394,7 +394,7 @@ def _check_apart(
                 raise ConfigError(
                     f"{other} and {prefix} share the file {url}, "
                     "so phases would read it twice; use the same name in every phase. New shards are "
-                    "another dataset, beside that of the former name"
+                    "another dataset of the blend"
                 )
 
 
