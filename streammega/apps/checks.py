@@ -41,6 +41,7 @@ from streammega.config.validate import settings_of
 from streammega.dataset import default_cache_dir
 from streammega.errors import (
     AccessDeniedError,
+    CacheError,
     EndpointError,
     ObjectChangedError,
     ObjectNotFoundError,
@@ -537,8 +538,12 @@ class Examination:
                 if finding.status == "fault":
                     self.changes["cache_dir"] = None
                 yield finding
-        folder = default_cache_dir()
-        yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
+        try:
+            folder = default_cache_dir()
+        except CacheError as error:
+            yield fault("index cache", str(error))
+        else:
+            yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
 
     def _change_option(self, name: str, value: Mapping[str, Any]) -> None:
         """Recommend a storage option, with the others of its mapping."""
