@@ -121,9 +121,18 @@ class Blocked(Exception):
 class Examination:
     """The checks of one URL, with what later ones need of earlier ones."""
 
-    def __init__(self, url: str, config: StorageConfig, *, may_write: bool, seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: StorageConfig,
+        *,
+        may_write: bool,
+        seconds: float,
+        index_cache_dir: str | Path | None = None,
+    ) -> None:
         self.url = url
         self.config = config
+        self.index_cache_dir = index_cache_dir
         self.deadline = time.monotonic() + seconds
         limit = seconds / 5
         self.quick = config.changed(
@@ -539,7 +548,7 @@ class Examination:
                     self.changes["cache_dir"] = None
                 yield finding
         try:
-            folder = default_cache_dir()
+            folder = Path(self.index_cache_dir or default_cache_dir())
         except CacheError as error:
             yield fault("index cache", str(error))
         else:

@@ -131,7 +131,7 @@ COMMANDS = {
     "doctor": Command(
         doctor,
         RUN,
-        ("streammega doctor s3://bucket/web", "streammega doctor s3://bucket --write --json"),
+        ("streammega doctor s3://bucket/web", "streammega doctor run.toml --write --json"),
     ),
     "bench": Command(
         bench,

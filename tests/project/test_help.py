@@ -323,7 +323,6 @@ def pair(tmp_path: Path) -> str:
         ("describe oss://", "no bucket or host after 'oss://'"),
         ("order-report 0.3 {pair} 0.7", "weights and prefixes must alternate"),
         ("describe {pair} --tokens -1", "Invalid value for '--tokens'"),
-        ("doctor run.toml", "is a run's file; name its data"),
         ("bench run.toml --sequence-length 8", "write section.name=value after the file"),
         ("top runs/one", "is no address of metrics; write it as HOST:PORT"),
         ("converts a b", "Did you mean 'convert'"),
