@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -147,10 +148,12 @@ def is_left_to_soak(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test reads or writes the user's caches or credentials, nor waits for the disk: none of
-    them cuts the power.
+    them cuts the power. The level of logs that a command sets ends with its test.
     """
+    log = logging.getLogger("streammega")
+    level = log.level
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
@@ -162,6 +165,8 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"ALIBABA_CLOUD_{name}" for name in ALIBABA_NAMES),
     ):
         monkeypatch.delenv(name, raising=False)
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ from streammega.config.validate import settings_of
 from streammega.dataset import default_cache_dir
 from streammega.errors import (
     AccessDeniedError,
+    CacheError,
     EndpointError,
     ObjectChangedError,
     ObjectNotFoundError,
@@ -120,9 +121,18 @@ class Blocked(Exception):
 class Examination:
     """The checks of one URL, with what later ones need of earlier ones."""
 
-    def __init__(self, url: str, config: StorageConfig, *, may_write: bool, seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: StorageConfig,
+        *,
+        may_write: bool,
+        seconds: float,
+        index_cache_dir: str | Path | None = None,
+    ) -> None:
         self.url = url
         self.config = config
+        self.index_cache_dir = index_cache_dir
         self.deadline = time.monotonic() + seconds
         limit = seconds / 5
         self.quick = config.changed(
@@ -537,8 +547,12 @@ class Examination:
                 if finding.status == "fault":
                     self.changes["cache_dir"] = None
                 yield finding
-        folder = default_cache_dir()
-        yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
+        try:
+            folder = Path(self.index_cache_dir or default_cache_dir())
+        except CacheError as error:
+            yield fault("index cache", str(error))
+        else:
+            yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
 
     def _change_option(self, name: str, value: Mapping[str, Any]) -> None:
         """Recommend a storage option, with the others of its mapping."""

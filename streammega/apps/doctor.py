@@ -5,13 +5,27 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
+from streammega.cli.options import (
+    AsJson,
+    Overrides,
+    StorageFile,
+    StorageOption,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.render import Report, as_text, show_report
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+
+if TYPE_CHECKING:
+    from streammega import DataConfig
+
+RUN = ".toml"
 
 COUNTS = ("faults", "warnings")
 
@@ -19,8 +33,12 @@ COUNTS = ("faults", "warnings")
 def doctor(
     url: Annotated[
         str,
-        typer.Argument(help="A bucket, a dataset, a manifest, a folder or an object; path or URL."),
+        typer.Argument(
+            help="A bucket, a dataset, a manifest, a folder or an object, path or URL; or a run's TOML "
+            "file."
+        ),
     ],
+    overrides: Overrides = None,
     write: Annotated[
         bool,
         typer.Option(
@@ -36,26 +54,60 @@ def doctor(
 ) -> None:
     """Check access, storage and this machine, and recommend settings.
 
-    Prints faults first, then what would help most. Exit status 1 if there is a fault.
+    Prints faults first, then what would help most. Exit status 1 if there is a fault. Of a run the
+    first dataset is examined; data in other buckets is named.
     """
     from streammega.apps.checks import Examination
 
-    if url.endswith(".toml"):
-        raise ConfigError(
-            f"{url}: is a run's file; name its data, and give its storage by --storage-file"
-        )
-    settings = storage_config(storage, storage_file)
+    elsewhere: list[str] = []
+    index_cache_dir = None
+    if url.endswith(RUN):
+        for name, value in (("--storage", storage), ("--storage-file", storage_file)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name}: {url} decides it; to change it, write section.name=value after the file"
+                )
+        data = _data_of(url, overrides or [])
+        url, *elsewhere = _first_of_each_bucket(data)
+        settings = data.storage.for_url(url)
+        index_cache_dir = data.index_cache_dir
+    elif overrides:
+        raise ConfigError(f"{overrides[0]}: settings are for a run's file ({RUN}); leave it out")
+    else:
+        settings = storage_config(storage, storage_file)
     log = logging.getLogger("streammega")
     if log.level == logging.WARNING:
         log.setLevel(logging.ERROR)  # the findings say the same
     with show_progress("checking", line_every=5.0) as progress:
-        examination = Examination(url, settings, may_write=write, seconds=seconds)
+        examination = Examination(
+            url, settings, may_write=write, seconds=seconds, index_cache_dir=index_cache_dir
+        )
         examination.run(progress.begin)
+        for name in map(redact_urls, elsewhere):
+            examination.not_checked.append(f"data elsewhere: `streammega doctor {name}`")
     report = examination.report()
     text = "" if as_json else examination_text(report)
     show_report(report if as_json else {}, summary=text, as_json=as_json)
     if report["faults"]:
         raise typer.Exit(1)
+
+
+def _data_of(path: str, overrides: Sequence[str]) -> DataConfig:
+    from streammega.train.config import load_run
+
+    return load_run(path, overrides).data
+
+
+def _first_of_each_bucket(data: DataConfig) -> list[str]:
+    """The first dataset of training in each bucket or, of this machine, among all files."""
+    firsts: dict[tuple[str, str], str] = {}
+    for segment in data.segments("train"):
+        for name in segment.datasets:
+            url = urlsplit(name)
+            firsts.setdefault((url.scheme, url.netloc), name)
+    if not firsts:
+        raise ConfigError("[data]: names no data for training; name a dataset in place of the run")
+    return list(firsts.values())
 
 
 def examination_text(report: Report) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streammega.cli.options import AsJson
-from streammega.cli.render import Report, as_text, show_report
+from streammega.cli.render import Report, as_text, print_text, show_report
 from streammega.errors import EndpointError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def top(
         _show_live(watch, interval)
     else:
         for report in _reports(watch, interval):
-            typer.echo(f"{time.strftime('%H:%M:%S')} {report_line(report)}")
+            print_text(f"{time.strftime('%H:%M:%S')} {report_line(report)}")
 
 
 def _nothing_answers(watch: Watch) -> str:

@@ -26,6 +26,7 @@ from streammega.cli.options import (
     show_progress,
     storage_config,
 )
+from streammega.cli.render import print_text
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.extras import import_extra
 from streammega.errors.process import describe_defect
@@ -88,7 +89,7 @@ def view(
         listener = stack.enter_context(_listen(port))
         token = secrets.token_urlsafe(32)
         address = f"http://{ADDRESS}:{listener.getsockname()[1]}/?token={token}"
-        typer.echo(f"{address}\nCtrl-C ends it.")
+        print_text(f"{address}\nCtrl-C ends it.")
         if open_browser:
             stack.enter_context(_opened(address))
         _serve(make_app(pages, token), listener)

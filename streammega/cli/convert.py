@@ -20,7 +20,7 @@ from streammega.cli.options import (
     storage_config,
     with_flags,
 )
-from streammega.cli.render import show_report
+from streammega.cli.render import print_text, show_report
 from streammega.config import StorageConfig
 from streammega.config.validate import Flag, Ge, check_fields, parse_json
 from streammega.convert.options import (
@@ -147,19 +147,19 @@ def list_inputs(
             "files_passed_over": skipped.counts,
             "names_passed_over": skipped.names,
         }
-        typer.echo(json.dumps(values, indent=1))
+        print_text(json.dumps(values, indent=1))
         return
     for item in rows:
-        typer.echo(f"{item['format']:<9} {item['bytes']:>15,}  {_printable(item['path'])}")
+        print_text(f"{item['format']:<9} {item['bytes']:>15,}  {_printable(item['path'])}")
     for reason, count in sorted(skipped.counts.items()):
-        typer.echo(f"left out, {reason}: {count:,}")
+        print_text(f"left out, {reason}: {count:,}")
         for name in skipped.names[reason][:SHOWN_NAMES]:
-            typer.echo(f"  {_printable(redact_urls(name))}")
+            print_text(f"  {_printable(redact_urls(name))}")
         if count > SHOWN_NAMES:
-            typer.echo(f"  and {count - SHOWN_NAMES:,} more")
+            print_text(f"  and {count - SHOWN_NAMES:,} more")
     formats = Counter(item["format"] for item in rows)
     counted = ", ".join(f"{count:,} {name}" for name, count in sorted(formats.items()))
-    typer.echo(f"inputs: {counted}; {sum(item['bytes'] for item in rows):,} bytes")
+    print_text(f"inputs: {counted}; {sum(item['bytes'] for item in rows):,} bytes")
 
 
 def _printable(path: str) -> str:

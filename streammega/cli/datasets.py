@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
-from streammega.cli.render import show_report
+from streammega.cli.render import print_text, show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line, pluralize, without_controls
@@ -149,7 +149,7 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
             for path, page in page_cache.damaged_pages(entry, progress):
                 damaged.append({"page": page, "file": str(path), "object": entry.url})
                 if not as_json:
-                    typer.echo(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
+                    print_text(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
         progress.begin("counting")
         # the cache may belong to another user, who alone may write there
         with contextlib.suppress(OSError):
@@ -230,10 +230,10 @@ def cat(
         for number, sequences in _read_documents(indexed, first, last):
             report = _document_report(shown, number, sequences, model)
             if as_json:
-                typer.echo(json.dumps(report))
+                print_text(json.dumps(report))
                 continue
             if several:
-                typer.echo(f"--- {shown}#{number}: {pluralize(report['tokens'], 'token')}")
+                print_text(f"--- {shown}#{number}: {pluralize(report['tokens'], 'token')}")
             _show(report)
 
 
@@ -322,4 +322,4 @@ def _show(report: dict[str, Any]) -> None:
     text = report["text"] if "text" in report else " ".join(map(str, report["ids"]))
     if sys.stdout.isatty():  # control characters of a document would act on the terminal
         text = without_controls(text)
-    typer.echo(text.encode("utf-8", "backslashreplace").decode())
+    print_text(text)

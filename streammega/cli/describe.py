@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.plotting import check_plot_name, draw_lengths
-from streammega.cli.render import Report, show_report
+from streammega.cli.render import Report, print_text, show_report
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.errors.redaction import redact_urls, without_queries
 
@@ -143,7 +143,7 @@ def _describe_dataset(
     show_report(report, as_json=as_json)
     if plot:
         write_plot(indexed, plot)
-        typer.echo(f"histogram written to {plot}", err=as_json)
+        print_text(f"histogram written to {plot}", to_stderr=as_json)
 
 
 def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: str | None) -> Report:

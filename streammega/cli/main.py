@@ -37,6 +37,7 @@ from streammega.errors.process import (
     describe_defect,
     log_to_stderr,
     panics_as_errors,
+    replace_unknown_letters,
     set_log_level,
 )
 
@@ -66,7 +67,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"streammega {streammega.__version__}")
+        print(f"streammega {streammega.__version__}")
         raise typer.Exit
 
 
@@ -130,7 +131,7 @@ COMMANDS = {
     "doctor": Command(
         doctor,
         RUN,
-        ("streammega doctor s3://bucket/web", "streammega doctor s3://bucket --write --json"),
+        ("streammega doctor s3://bucket/web", "streammega doctor run.toml --write --json"),
     ),
     "bench": Command(
         bench,
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or io.StringIO()  # None where the shell has closed it
     sys.stderr = sys.stderr or io.StringIO()
     log_to_stderr()
+    replace_unknown_letters()
     try:
         set_log_level("WARNING")
         words = list(sys.argv[1:] if arguments is None else arguments)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streammega.cli.describe import RUN
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
-from streammega.cli.render import Report, show_report
+from streammega.cli.render import Report, print_text, show_report
 from streammega.config import MAX_SAMPLES, ORDERS, DataConfig
 from streammega.errors import ConfigError
 
@@ -117,7 +117,7 @@ def order_report(
     show_report({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)
     if plot:
         write_plot(phases[0], plot)
-        typer.echo(f"plot written to {plot}", err=as_json)
+        print_text(f"plot written to {plot}", to_stderr=as_json)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
-import typer
 from tqdm import tqdm
 
+from streammega.cli.render import print_text
 from streammega.storage.progress import ProgressObserver, observing
 from streammega.storage.thread_pool import CALLS
 
@@ -140,7 +140,7 @@ class ProgressDisplay(ProgressObserver):
                     self._bar.set_postfix_str(self._postfix(), refresh=False)
                     self._bar.refresh()
                 elif not self._on_terminal:
-                    typer.echo(self._line(), err=True)
+                    print_text(self._line(), to_stderr=True)
 
     def _line(self) -> str:
         seconds = time.monotonic() - self._began

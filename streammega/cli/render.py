@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -9,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import typer
 
 from streammega.config.validate import finite
 from streammega.errors.words import in_one_line
@@ -50,9 +49,20 @@ def show_report(report: Report, *, summary: str = "", as_json: bool = False) -> 
     report = finite(report)
     text = as_text(report, summary)
     if as_json:
-        text = json.dumps(report, indent=1, ensure_ascii=False)
+        # with another encoding a letter could be replaced
+        is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+        text = json.dumps(report, indent=1, ensure_ascii=not is_utf8)
+    print_text(text)
+
+
+def print_text(text: str, *, to_stderr: bool = False) -> None:
+    """Print a text at once, and end its line. Not by click, which writes UTF-8 where the encoding is
+    ASCII.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
     # names of files may hold bytes that are no text
-    typer.echo(text.encode("utf-8", "backslashreplace").decode())
+    stream.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
+    stream.flush()
 
 
 def write_output(path: str, data: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from streammega.cli.options import AsJson, Overrides, RunFile, show_progress
-from streammega.cli.render import show_report
+from streammega.cli.render import print_text, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
 from streammega.errors.process import set_log_level
@@ -60,7 +60,7 @@ def prepare(
         for done in build_indices(datasets):
             rows.append(asdict(done))
             if not as_json:
-                typer.echo(
+                print_text(
                     f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
                 )
             progress.advance(1)

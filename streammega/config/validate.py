@@ -9,6 +9,8 @@ import math
 import numbers
 import operator
 import os
+import stat
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from streammega.errors import ConfigError
+from streammega.errors import CacheError, ConfigError
 
 Settings = TypeVar("Settings", bound=type)
 
@@ -303,5 +305,45 @@ def read_toml(path: str, remedy: str) -> dict[str, Any]:
 
 
 def local_folder(path: str | Path) -> Path:
-    """A folder by its name, in which `~` is the home folder."""
-    return Path(os.path.expanduser(path))  # leaves the `~` of an unknown user
+    """A folder by its name, in which `~` is the home folder. Raises ConfigError where there is none."""
+    return Path(with_home(str(path)))
+
+
+def with_home(path: str) -> str:
+    """A path with the home folder for its `~`; that of an unknown user stays, as in a shell.
+
+    Raises ConfigError for a user who has no home: it would be a folder of this name.
+    """
+    full_path = os.path.expanduser(path)
+    if full_path == "~" or full_path.startswith("~/"):
+        raise ConfigError(
+            f"{path}: this user has no home folder; set HOME, or write the whole path"
+        )
+    return full_path
+
+
+def user_caches() -> Path:
+    """The folder of this user's caches: $XDG_CACHE_HOME, else ~/.cache.
+
+    A container's user id may have no name, and then no home, or / for one. Its folder is one in the
+    system's temporary folder that is made for this user alone. Raises CacheError where that cannot be.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    home = os.path.expanduser("~")
+    if home != "~" and (home != "/" or os.access(home, os.W_OK)):
+        return Path(home, ".cache")
+    user = os.geteuid()
+    remedy = "set XDG_CACHE_HOME to a folder for caches, for this user has no home"
+    try:
+        folder = Path(tempfile.gettempdir(), f"caches-of-{user}")
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise CacheError(f"{error.filename or 'caches'}: {error.strerror}; {remedy}") from None
+    if status.st_uid != user or not stat.S_ISDIR(status.st_mode):
+        raise CacheError(
+            f"{folder}: is no folder of this user (id {user}), so its files may be forged; {remedy}"
+        )
+    return folder

@@ -348,8 +348,8 @@ class ExecutionConfig:
     """How the work is done; the output does not depend on it."""
 
     workers: Annotated[int, Flag(WORK), Ge(0)] = 0
-    """Units and shards that are worked on at once; 0: one per core. By threads and processes of this
-    machine; Ray decides for itself.
+    """Units and shards that are worked on at once; 0: one per core of this process's affinity and CPU
+    quota. By threads and processes of this machine; Ray decides for itself.
     """
     shuffle_memory_bytes: Annotated[int, Flag(WORK, "--shuffle-memory"), Ge(MiB)] = 4096 * MiB
     """Memory for shuffling and deduplication, e.g. 16G. It is for each machine."""

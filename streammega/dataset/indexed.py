@@ -17,7 +17,7 @@ from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.headers import content_digest, end_shards, read_ends
 from streammega.dataset.idx import IndexArrays
-from streammega.dataset.local_cache import default_cache_dir
+from streammega.dataset.local_cache import cache_folder
 from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
 from streammega.dataset.names import strip_suffix
 from streammega.dataset.provenance import DocumentOrigin
@@ -155,7 +155,7 @@ class IndexedDataset(Sequence["Item"]):
         self.prefix = strip_suffix(name)
         self.storage = storage
         self._with_modes = multimodal
-        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
+        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else None
         self.shards: list[str] = open_resolved([name], self.storage, self._cache_dir, self._open)
         """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
@@ -232,7 +232,9 @@ class IndexedDataset(Sequence["Item"]):
                 (info.etag, info.size, token_bytes)
                 for info, token_bytes in zip(infos, self._sizes, strict=True)
             ]
-            return map_joined_index(self._cache_dir / "idx", urls, versions, self._open_indices)
+            return map_joined_index(
+                cache_folder(self._cache_dir) / "idx", urls, versions, self._open_indices
+            )
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 

@@ -29,6 +29,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig, local_folder
+from streammega.config.validate import user_caches
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.answers import Answers, are_shared
@@ -64,10 +65,10 @@ MAX_HEADER_BYTES = 10 + 65_535
 
 
 def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/streammega, or ~/.cache/streammega."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    caches = Path(folder) if folder else Path.home() / ".cache"
-    return caches / "streammega"
+    """$XDG_CACHE_HOME/streammega, or ~/.cache/streammega; for a user without a home one in the
+    temporary folder. Raises CacheError where that is another user's.
+    """
+    return user_caches() / "streammega"
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -520,7 +521,8 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return CacheError(
             f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder "
-            "writable for all of its users, or set index_cache_dir to another folder"
+            "writable for all of its users, or set index_cache_dir to another folder (commands: "
+            "XDG_CACHE_HOME)"
         )
     room = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,12 @@ def log_to_stderr(prefix: str = "") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines(prefix))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def replace_unknown_letters() -> None:
+    """Show `?` for letters that the encoding of stdout lacks, where printing them would be an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr shows their numbers by itself
+        sys.stdout.reconfigure(errors="replace")
 
 
 class _Lines(logging.Formatter):

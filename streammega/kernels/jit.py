@@ -7,12 +7,16 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core import event
+
+from streammega.config.validate import user_caches
+from streammega.errors import CacheError
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +64,10 @@ def _cache_folder(source: Path) -> str:
     except OSError:  # installed without sources
         return ""
     name = f"{'checked-kernels' if IS_CHECKED else 'kernels'}/{source.stem}-{version.hexdigest()}"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     config: Any = numba.config
-    caches = [source.parent / "__pycache__", user / "streammega"]
+    caches = [source.parent / "__pycache__"]
+    with suppress(CacheError):
+        caches.append(user_caches() / "streammega")
     for cache in [config.CACHE_DIR, *caches] if config.CACHE_DIR else caches:
         folder = Path(cache) / name
         try:

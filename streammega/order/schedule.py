@@ -6,7 +6,7 @@ All of it is pure arithmetic on the samples consumed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -31,8 +31,9 @@ class TrainingSchedule:
     """The samples, steps and tokens of a run. Steps are counted from 1, as in metrics.jsonl.
 
     global_batch_size: of the first segment. rampup_batch_size: (start, increment, samples): it
-    rises from `start` by `increment` over so many samples; equal shares of them are spent at each
-    size before the last, counted from sample 0, and a step ends with the size it began with.
+    rises from `start` by `increment` over so many samples, as in Megatron: equal shares of them are
+    spent at each size before the last, counted from sample 0, and a step ends with the size it
+    began with.
     segments: those of the split, which may change sizes and lengths. excluded_ranges: [start, stop)
     ranges of samples that no step takes; whole global batches. origin: the start of some step, from
     which steps follow each other: 0, or where a run resumed with another batch size.
@@ -78,11 +79,11 @@ class TrainingSchedule:
             count = (self.global_batch_size - start) // increment
             for number in range(count):
                 size = start + number * increment
-                end = samples * (number + 1) / count
+                end = _end_of_increment(number + 1, count, samples)
                 if first_sample < end:
                     stages.append(Stage(first_sample, size))
                     # The next stage begins with the first step that starts at or past this one's end.
-                    steps = -int((first_sample - end) // size)
+                    steps = -((first_sample - end) // size)
                     first_sample += steps * size
         stages.append(Stage(first_sample, self.global_batch_size))
         for segment in self.segments[1:]:
@@ -240,6 +241,20 @@ class TrainingSchedule:
         for segment, end in zip(self.segments, ends, strict=True):
             tokens += max(0, min(end, sample) - segment.first_sample) * segment.sequence_length
         return tokens
+
+
+def _end_of_increment(number: int, count: int, samples: int) -> int:
+    """The first sample by which Megatron's calculator counts `number` of `count` increments over so
+    many samples.
+
+    It divides floats. Their quotient may fall below `number` at samples * number / count, and then
+    a step that begins there has the size before. Past `samples` its size is the last.
+    """
+    share = samples / count
+    exact = samples * number // count
+    slack = 2 + (samples >> 50)  # more than two roundings to 53 bits are off
+    near = range(max(0, exact - slack), min(exact + slack, samples) + 1)
+    return near[0] + bisect_left(near, number, key=lambda sample: int(sample / share))
 
 
 def training_schedule(

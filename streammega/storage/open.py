@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from streammega.config import StorageConfig
+from streammega.config.validate import with_home
 from streammega.errors import ConfigError
 from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore
@@ -126,7 +127,7 @@ def local_path(url: str) -> str:
         is_name = False
     if not is_name:
         raise ConfigError(f"{url!a}: no file has such a name; check the path")
-    return os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(with_home(path))
 
 
 def resolved(url: str) -> str:

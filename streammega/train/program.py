@@ -17,6 +17,7 @@ from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.errors.process import (
     describe_defect,
     log_to_stderr,
+    replace_unknown_letters,
     set_log_level,
 )
 from streammega.train.config import RunConfig, load_run
@@ -112,6 +113,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     name = name or f"error (rank {rank})"
     log_to_stderr(f"[{rank}] ")
+    replace_unknown_letters()
     try:
         set_log_level("INFO" if rank == "0" else "WARNING")
         if not arguments or arguments[0] in ("-h", "--help"):

@@ -25,7 +25,7 @@ from streammega.cli.main import main
 from streammega.storage import open_store
 from streammega.train.config import load_run
 from tests.project.test_security import Tls
-from tests.support.builders import write_dataset, write_run_file
+from tests.support.builders import write_dataset, write_random_pair, write_run_file
 from tests.support.oss_server import Oss
 from tests.support.servers import KEY, S3, SECRET, HttpObjects, http_server, rclone_server
 from tools.bench.object_server import Running, running
@@ -500,3 +500,26 @@ def test_worst_first_and_measured_gains_before_others(tmp_path: Path, examine: A
     assert names.index("ranges") < names.index("ETags")
     statuses = [item["status"] for item in report["checks"]]
     assert statuses == sorted(statuses, key=["fault", "warning", "ok"].index)
+
+
+@pytest.mark.guarantee("doctor-takes-run")
+def test_a_run_is_examined_by_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_pair(str(tmp_path / "web"), count=50)
+    blend = [f"{tmp_path}/web", f"{tmp_path}/web", "s3://other/a", "s3://other/b"]
+    run = write_run_file(tmp_path, data={"blend": blend}, train={"train_iters": 2})
+    command = ["doctor", run, "--json", "--seconds", str(SECONDS)]
+    assert main([*command, f"data.index_cache_dir={tmp_path}/index"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["url"] == f"{tmp_path}/web"
+    results = {item["check"]: item["result"] for item in report["checks"]}
+    assert results["index cache"].startswith(f"{tmp_path}/index: ")
+    assert "data elsewhere: `streammega doctor s3://other/a`" in report["not_checked"]
+    assert not any("s3://other/b" in reason for reason in report["not_checked"])
+    assert main([*command, "data.storage.cache_dir=/proc/nothing"]) == 1, "the storage of the run"
+    capsys.readouterr()
+    assert main([*command, "--storage", "key=value"]) == 1
+    assert "run.toml decides it" in capsys.readouterr().err
+    assert main(["doctor", blend[0], "data.seed=1"]) == 1
+    assert "settings are for a run's file" in capsys.readouterr().err

@@ -69,6 +69,28 @@ def reshape(source: Path, target: Path, **options: Any) -> ConvertReport:
     return convert([str(source)], str(target), workers=1, **options)
 
 
+EMPTY: tuple[list[int], int] = ([], 0)
+
+
+@pytest.mark.guarantee("chain-formats-keeps")
+@pytest.mark.parametrize("options", [{}, {"dtype": "int32"}, {"format": "zst"}], ids=str)
+@pytest.mark.parametrize(
+    "documents",
+    [[[EMPTY]], [[], [EMPTY], []], [[([1, 2], 0)], [EMPTY], [([3], 0), EMPTY]]],
+    ids=["alone", "among empty documents", "between others"],
+)
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_empty_sequences_are_copied_like_others(
+    documents: list[list[tuple[list[int], int]]],
+    options: dict[str, Any],
+    multimodal: bool,
+    tmp_path: Path,
+) -> None:
+    write(str(tmp_path / "in"), documents, multimodal=multimodal)
+    reshape(tmp_path / "in", tmp_path / "out", **options)
+    assert documents_of(tmp_path / "out") == documents_of(tmp_path / "in")
+
+
 sequence = st.tuples(st.lists(st.integers(0, 60_000), min_size=1, max_size=30), st.integers(-3, 3))
 corpus = st.lists(st.lists(sequence, min_size=1, max_size=3), min_size=1, max_size=25)
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -30,6 +31,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import StorageConfig
+from streammega.cli.main import main
+from streammega.config import local_folder
 from streammega.dataset.local_cache import (
     ArrayKind,
     SharedFolder,
@@ -37,16 +40,18 @@ from streammega.dataset.local_cache import (
     cache_folder,
     cached_arrays,
     cached_copy,
+    default_cache_dir,
     map_local_copy,
     node_lock,
     open_once_per_node,
     remove_stale,
     write_atomically,
 )
-from streammega.errors import CacheError, StorageError
+from streammega.errors import CacheError, ConfigError, StorageError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PageCache
+from streammega.storage.open import local_path
 from tests.support.gang import Gang
 
 NOBODY = 65534
@@ -303,6 +308,101 @@ def test_a_part_of_a_cache_that_a_stranger_may_have_made_is_refused(part: str) -
         os.chown(folder / part, STRANGER, STRANGER)
         os.kill(child, signal.SIGCONT)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The surroundings of a container's user whose id has no name: its temporary folder."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+
+    def has_no_name(user: int) -> None:
+        raise KeyError(f"uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", has_no_name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.guarantee("no-home")
+def test_without_a_home_the_cache_is_a_temporary_folder_of_this_user(no_home: Path) -> None:
+    folder = default_cache_dir()
+    assert cache_folder(None) == folder
+    assert folder.parent.parent == no_home
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    for path in ("~", "~/cache"):
+        for read in (local_folder, local_path):
+            with pytest.raises(ConfigError, match="no home folder; set HOME"):
+                read(path)
+    source = no_home / "a.txt"
+    source.write_text("hello\n")
+    output = str(no_home / "web")
+    assert main(["convert", str(source), output, "--tokenizer", "bytes"]) == 0
+    for command in ("describe", "verify", "doctor"):
+        assert main([command, output]) == 0
+    assert not (no_home / "~").exists()
+
+
+@pytest.mark.guarantee("no-home", "cache-stranger-refused")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_a_temporary_cache_that_a_stranger_made_is_refused(
+    kind: str, no_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By root too: anybody may make it, in the temporary folder of any machine."""
+    folder = default_cache_dir().parent
+    folder.rmdir()
+    (no_home / "theirs").mkdir()
+    if kind == "link":
+        folder.symlink_to("theirs")
+    elif kind == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        os.chown(folder, STRANGER, STRANGER)
+    with pytest.raises(CacheError, match="set XDG_CACHE_HOME"):
+        cache_folder(None)
+    source = no_home / "a.txt"
+    source.write_text("hello\n")
+    output = str(no_home / "web")
+    assert main(["convert", str(source), output, "--tokenizer", "bytes"]) == 0, "it needs no cache"
+    capsys.readouterr()
+    assert main(["convert", str(source), "s3://data/web", "--tokenizer", "bytes"]) == 1
+    assert "set XDG_CACHE_HOME" in capsys.readouterr().err
+    assert main(["doctor", output]) == 1
+    assert "set XDG_CACHE_HOME" in capsys.readouterr().out
+
+
+@pytest.mark.guarantee("no-home")
+def test_without_any_temporary_folder_the_setting_is_named(
+    no_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(no_home / "missing"))
+    with pytest.raises(CacheError, match="set XDG_CACHE_HOME"):
+        default_cache_dir()
+
+
+@pytest.mark.guarantee("no-home")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_a_home_that_is_the_root_folder_is_one_only_where_it_may_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/")
+    assert default_cache_dir() == Path("/.cache/streammega")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        child = os.fork()
+        if child == 0:
+            code = 100
+            try:
+                os.setuid(NOBODY)
+                code = 0 if default_cache_dir().is_relative_to(name) else 1
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.guarantee("users-may-share")

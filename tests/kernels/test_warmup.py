@@ -30,6 +30,11 @@ id_range(np.arange(3, dtype=np.uint16))
 id_range(np.arange(3, dtype=np.int32))
 print(json.dumps([id_range.stats.cache_path, sum(id_range.stats.cache_misses.values())]))
 """
+NO_HOME = """
+import os, pwd
+del os.environ["HOME"], pwd.getpwuid
+pwd.getpwuid = {}.__getitem__
+"""
 OUTSIDE = """
 import json
 import numpy as np
@@ -126,6 +131,19 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     surroundings = read_only_package(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path / "user")}
     (folder, _), _ = run(ONE_KERNEL, **surroundings)
     assert folder is None
+
+
+def test_kernels_of_a_user_without_a_home_are_kept_in_a_temporary_folder_of_its_own(
+    tmp_path: Path,
+) -> None:
+    surroundings = read_only_package(tmp_path) | {"XDG_CACHE_HOME": "", "TMPDIR": str(tmp_path)}
+    (folder, _), _ = run(NO_HOME + ONE_KERNEL, **surroundings)
+    (kept,) = tmp_path.glob("caches-of-*")
+    assert kept in Path(folder).parents
+    shutil.rmtree(kept)
+    kept.symlink_to(tmp_path)
+    (folder, _), _ = run(NO_HOME + ONE_KERNEL, **surroundings)
+    assert folder is None, "code that a stranger may have compiled is never loaded"
 
 
 def read_only_package(folder: Path) -> dict[str, str]:

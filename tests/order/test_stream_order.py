@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import streammega
@@ -796,25 +796,36 @@ def test_ramp_up_is_megatrons_step_by_step() -> None:
     assert (schedule.offset_at(31), schedule.last_whole(60)) == (3, 56)
 
 
+@pytest.mark.guarantee("global-batch-ramps")
+@pytest.mark.filterwarnings("ignore")  # of megatron-core, when it is imported
 @given(
-    start=st.integers(1, 6),
-    increment=st.integers(1, 5),
-    count=st.integers(1, 5),
-    samples=st.integers(1, 300),
+    start=st.integers(1, 9),
+    increment=st.integers(1, 9),
+    count=st.integers(1, 60),
+    samples=st.integers(1, 5000),
 )
-def test_ramp_up_follows_the_formula_at_every_step(
+# Its floats round k * (samples / count) / (samples / count) below k: a step that begins where an
+# increment ends has the size before.
+@example(start=4, increment=2, count=21, samples=864)
+@example(start=7, increment=1, count=14, samples=1152)
+def test_ramp_up_is_that_of_megatrons_calculator(
     start: int, increment: int, count: int, samples: int
 ) -> None:
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator as Calculator,
+    )
+
     final = start + increment * count
+    calculator = Calculator(final, 1, 1, False, 1, start, increment, samples)
     schedule = TrainingSchedule(
         global_batch_size=final, rampup_batch_size=(start, increment, samples)
     )
     consumed = 0
     while consumed < samples + 3 * final:
-        expected = (
-            final if consumed >= samples else start + increment * int(consumed / (samples / count))
-        )
-        assert schedule.size_at(consumed) == expected
+        calculator.update(consumed, consistency_check=True)
+        expected = calculator.current_global_batch_size
+        assert schedule.size_at(consumed) == expected, consumed
+        assert schedule.resumed(consumed, 0).size_at(consumed) == expected
         assert schedule.offset_at(consumed) == 0
         assert schedule.offset_at(consumed + expected - 1) == expected - 1
         consumed += expected

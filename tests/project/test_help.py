@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.abc
+import io
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,80 @@ def test_with_json_a_command_prints_one_value_and_nothing_else(
 ) -> None:
     assert main([*words.split(), "--json"]) == 0
     assert key in json.loads(capsys.readouterr().out)
+
+
+ENCODINGS = ["ascii", "latin-1", "cp1252"]
+
+
+def run_on_terminal(encoding: str, *words: str) -> tuple[int, str]:
+    """The exit code of a command, and what a terminal of an encoding shows of it."""
+    out, err = io.BytesIO(), io.BytesIO()
+    with (
+        redirect_stdout(io.TextIOWrapper(out, encoding)),
+        redirect_stderr(io.TextIOWrapper(err, encoding, "backslashreplace")),
+    ):
+        code = main(words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code, (out.getvalue() + err.getvalue()).decode(encoding)
+
+
+@pytest.mark.guarantee("letters-replaced")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_terminal_of_another_encoding_shows_the_help_of_every_command(
+    name: str, encoding: str
+) -> None:
+    code, shown = run_on_terminal(encoding, *name.split(), "--help")
+    assert (code, "Usage:" in shown) == (0, True)
+
+
+@pytest.mark.guarantee("letters-replaced")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "convert {w}.jsonl {w}3 --tokenizer bytes --text-key {w}",
+        "ls {w}.jsonl",
+        "describe {w}",
+        "describe {w}.jsonl",
+        "describe {w}.toml",
+        "cat {w}#0",
+        "cat {w}#0 --json",
+        "verify {w}",
+        "doctor {w} --seconds 1",
+        "trace {w}.toml --step 1",
+        "order-report {w}.toml",
+        "prepare {w}.toml",
+        "gc {w}",
+    ],
+)
+def test_a_terminal_of_another_encoding_has_other_letters_replaced(
+    words: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = "w\u00f6\u4e16"
+    (tmp_path / f"{word}.jsonl").write_text(
+        (json.dumps({word: word * 9}) + "\n") * 30, encoding="utf-8"
+    )
+    convert_bytes(tmp_path / word, tmp_path / f"{word}.jsonl", text_key=word)
+    Path(write_small_run(tmp_path, f"{tmp_path}/{word}")).rename(tmp_path / f"{word}.toml")
+    code, shown = run_on_terminal(encoding, *words.format(w=word).split())
+    assert code == 0, shown
+    if "--json" in words:
+        assert json.loads(shown)["text"].startswith(word * 9)
+
+
+@pytest.mark.guarantee("letters-replaced")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_json_for_a_terminal_of_another_encoding_has_every_letter(
+    encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "\u4e16.jsonl"
+    path.write_text('{"text": "a"}')
+    code, shown = run_on_terminal(encoding, "describe", str(path), "--json")
+    assert code == 0
+    assert json.loads(shown)["input"] == str(path)
 
 
 def test_completion_knows_commands_and_options() -> None:
@@ -247,7 +323,6 @@ def pair(tmp_path: Path) -> str:
         ("describe oss://", "no bucket or host after 'oss://'"),
         ("order-report 0.3 {pair} 0.7", "weights and prefixes must alternate"),
         ("describe {pair} --tokens -1", "Invalid value for '--tokens'"),
-        ("doctor run.toml", "is a run's file; name its data"),
         ("bench run.toml --sequence-length 8", "write section.name=value after the file"),
         ("top runs/one", "is no address of metrics; write it as HOST:PORT"),
         ("converts a b", "Did you mean 'convert'"),

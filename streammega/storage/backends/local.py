@@ -592,5 +592,7 @@ def read_files(ranges: Iterable[FileRange], buffer: Bytes) -> Iterator[Bytes]:
 
 
 def copy_buffer(size: int = COPY_BYTES) -> Bytes:
-    """A buffer for `read_files`, of at most `size` bytes."""
-    return np.empty(min(size, COPY_BYTES), np.uint8)
+    """A buffer for `read_files`, of at most `size` bytes. Of no bytes it is one: ranges of none, as of
+    an empty sequence, are read by its steps too.
+    """
+    return np.empty(min(max(size, 1), COPY_BYTES), np.uint8)
