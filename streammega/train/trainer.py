@@ -57,6 +57,13 @@ from streammega.train.stages import check_layout
 
 log = logging.getLogger(__name__)
 
+LEARNING_SETTINGS = (
+    *("train_iters", "global_batch_size", "rampup_batch_size", "lr", "warmup_iters"),
+    *("lr_decay_style", "weight_decay", "clip_grad", "dtype"),
+)
+"""Settings of [train] that change what a run learns from a checkpoint on. All may be changed at a
+resume, which says so.
+"""
 RECENT_SECONDS = 30.0
 """A run that a signal stops saves no new checkpoint if the last one is at most so old: torchrun kills the
 ranks 30 s after it has passed on the signal.
@@ -181,10 +188,29 @@ class Trainer:
         if self.run_log is None:
             return
         log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        self._tell_of_changed_settings(position)
         self._warn_of_moved_phases(position)
         if "record" in position and self.step not in self.run_log.steps:
             # The run was killed while it evaluated.
             self.run_log.write(position["record"])
+
+    def _learning_settings(self) -> dict[str, Any]:
+        """What a checkpoint keeps of [train], as JSON has it."""
+        values = {name: getattr(self.config.train, name) for name in LEARNING_SETTINGS}
+        settings: dict[str, Any] = finite(values)
+        return settings
+
+    def _tell_of_changed_settings(self, position: dict[str, Any]) -> None:
+        """Say in one line which settings are not those of the checkpoint: they may be meant."""
+        now = self._learning_settings()
+        saved = position.get("train", {})
+        changes = [
+            f"train.{name} is {now[name]!r}, was {saved[name]!r}"
+            for name in LEARNING_SETTINGS
+            if name in saved and saved[name] != now[name]
+        ]
+        if changes:
+            log.info("settings that differ from the checkpoint's: %s", "; ".join(changes))
 
     def _phases_ahead(self, consumed: int) -> list[int]:
         """The first samples of phases that have not begun."""
@@ -418,6 +444,7 @@ class Trainer:
         data = self.batches.state_dict()
         model = asdict(self.config.model)
         position: dict[str, Any] = {"step": self.step, "data": data, "model": model}
+        position["train"] = self._learning_settings()
         if ahead := self._phases_ahead(data["consumed_samples"]):
             position["phases_ahead"] = ahead
         if record is not None:

@@ -931,6 +931,26 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
     assert again.batches.consumed_samples == consumed + 14 * size
 
 
+@pytest.mark.guarantee("settings-training-differ")
+def test_a_resume_says_in_one_line_which_settings_of_training_changed(
+    run_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["data.order=stream", "train.eval_interval=0", "train.rampup_batch_size=[4, 4, 8]"]
+    first = start(run_file, *settings, "train.train_iters=4", "train.lr=0.001")
+    first.run()
+    caplog.set_level(logging.INFO)
+    said = "settings that differ from the checkpoint's: "
+    start(run_file, *settings, "train.train_iters=4", "train.lr=0.001").resume()
+    assert said not in caplog.text
+    changed = ["train.train_iters=6", "train.lr=0.002", "train.lr_decay_style=constant"]
+    start(run_file, *settings, *changed).resume()
+    (line,) = [message for message in caplog.messages if message.startswith(said)]
+    assert line == (
+        f"{said}train.train_iters is 6, was 4; train.lr is 0.002, was 0.001; "
+        "train.lr_decay_style is 'constant', was 'cosine'"
+    )
+
+
 @pytest.mark.guarantee("metrics-jsonl-line")
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
     log = run_log_in(tmp_path)

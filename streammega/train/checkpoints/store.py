@@ -46,7 +46,7 @@ SHARED_SIGN = ".shared-"
 _RECORD = re.compile(r"step-(?P<step>\d{8,})\.json")
 _POSITION: dict[str, type] = {
     **{"step": int, "data": dict, "model": dict, "record": dict, "loss_scale": dict},
-    **{"phases_ahead": list, CHECKSUMS: dict},
+    **{"train": dict, "phases_ahead": list, CHECKSUMS: dict},
 }
 """The entries of a position; only the first two and the checksums are always there."""
 _FOLDER = re.compile(r"step-(?P<step>\d{8,})-[0-9a-f]{8}")
