@@ -190,6 +190,9 @@ class Publisher:
         for url in replaced:
             delete(url, self._storage)
             progress.advance(1)
+        if replaced:
+            # Before the work folder goes: after a power failure nothing would say whose they are.
+            sync_names(self._destination.manifest_url)
         return manifest
 
     # --- checks ---
