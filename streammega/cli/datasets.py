@@ -78,30 +78,43 @@ def gc(
     remove: Annotated[
         bool, typer.Option("--remove", help="Remove them; without it they are only listed.")
     ] = False,
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="Hours since they were written, after which they are removed."),
+    ] = 24.0,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """List, or remove, what killed conversions left in a dataset's folder, and replaced files.
+    """List, or remove, files next to a dataset that no manifest lists: what killed conversions left.
 
-    Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
-    is not part of a dataset yet.
+    What a conversion has written so far is not listed either. Give --older-than more hours than the
+    longest one to this dataset takes.
     """
     from streammega.convert.work_dir import is_locked
-    from streammega.convert.write.gc import find_leftovers, remove_leftovers
+    from streammega.convert.write.gc import find_leftovers, of_age, remove_leftovers
 
     settings = storage_config(storage, storage_file, looks_only=True)
     with show_progress("looking for leftovers") as progress:
         leftovers = find_leftovers(prefix, settings)
-        if remove and leftovers:
+        old = of_age(leftovers, older_than)
+        if remove and old:
             if is_locked(prefix):
                 raise ConfigError(f"{prefix}: a conversion to it is running; wait for it")
-            remove_leftovers(prefix, leftovers, settings, progress)
-    files = pluralize(len(leftovers), "file")
-    size = pluralize(sum(info.size for info in leftovers), "byte")
-    summary = f"{files} removed, {size}" if remove else f"{files}, {size}; --remove removes them"
-    report = {"files": [{"bytes": info.size, "file": info.key} for info in leftovers]}
-    show_report(report, summary=summary if leftovers else f"{files}, {size}", as_json=as_json)
+            remove_leftovers(prefix, old, settings, progress)
+    shown = old if remove else leftovers
+    summary = (
+        f"{pluralize(len(shown), 'file')}{' removed' if remove else ''}, "
+        f"{pluralize(sum(info.size for info in shown), 'byte')}"
+    )
+    if leftovers and not remove:
+        summary += "; --remove removes "
+        summary += "them" if old == leftovers else f"{len(old):,}, older than {older_than:g} hours"
+    elif old != leftovers:
+        young = pluralize(len(leftovers) - len(old), "file")
+        summary += f"; {young} not known to be older than {older_than:g} hours stay"
+    report = {"files": [{"bytes": info.size, "file": info.key} for info in shown]}
+    show_report(report, summary=summary, as_json=as_json)
 
 
 cache_app = typer.Typer(

@@ -47,7 +47,7 @@ from streammega.convert.write.shards import (
     write_shard,
 )
 from streammega.dataset.manifest import Manifest
-from streammega.dataset.names import MANIFEST, strip_suffix, without_number
+from streammega.dataset.names import MANIFEST, dataset_of_marked, strip_suffix, without_number
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.dataset.resolve import find_pairs
 from streammega.errors import ConfigError, ConvertError
@@ -272,7 +272,6 @@ class Conversion:
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
-        self.publisher.release(unless_written=True)
         if self.work_dir.is_remote or not os.path.isdir(self.work_dir.url):
             return
         if self.work_dir.can_resume():
@@ -286,7 +285,6 @@ class Conversion:
 
     def remove_work(self) -> None:
         """Remove everything unfinished: at once, so that a kill leaves all of it or nothing."""
-        self.publisher.release()
         self.work_dir.remove()
 
     def do_units(
@@ -386,7 +384,8 @@ def _warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
     sizes: dict[str, int] = {}
     for item in inputs:
         if item.format == "megatron":
-            name = without_number(strip_suffix(item.path.removesuffix(MANIFEST)))
+            shard = strip_suffix(item.path.removesuffix(MANIFEST))
+            name = dataset_of_marked(shard) or without_number(shard)
             sizes[name] = sizes.get(name, 0) + item.size
     for name, size in sizes.items():
         if len(sizes) > 2 and 2 * size == sum(sizes.values()):

@@ -29,7 +29,8 @@ class ConvertReport:
     inputs: path, format and bytes of each. files_passed_over: files that were found and not read,
     by reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix,
     or what they are. packing: the fields of PackingStats; {} without bins. tokens counts padding
-    too, and one token behind each shard.
+    too, and one token behind each shard. shard_prefixes: of the files of each shard, which
+    Megatron's own reader takes where they are pairs.
     """
 
     prefix: str
@@ -52,6 +53,17 @@ class ConvertReport:
     names_passed_over: dict[str, list[str]] = field(default_factory=dict)
     members_left_out: dict[str, int] = field(default_factory=dict)
     packing: dict[str, int] = field(default_factory=dict)
+    shard_prefixes: list[str] = field(default_factory=list)
+
+    @property
+    def megatron_prefix(self) -> str | None:
+        """What Megatron's own reader takes, the first and the last of several; None where it is the
+        prefix of the dataset, or it reads no such shards.
+        """
+        if self.format != "bin" or self.shard_prefixes == [self.prefix]:
+            return None
+        ends = dict.fromkeys([*self.shard_prefixes[:1], *self.shard_prefixes[-1:]])
+        return " ... ".join(ends) or None
 
     @property
     def compression(self) -> float:
@@ -77,6 +89,7 @@ class ConvertReport:
         shown = self.messages[:SHOWN_MESSAGES]
         return {
             "dataset": self.prefix,
+            "megatron_prefix": self.megatron_prefix,
             **{name: getattr(self, name) for name in names},
             "stored_bytes": self.stored_bytes,
             "compression": self.compression if self.format == "zst" else None,

@@ -37,6 +37,7 @@ from streammega.convert.tokenize.encode import NO_TOKENIZER, BatchEncoder, keep_
 from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod
 from streammega.convert.work_dir import WorkDir, output_lock
 from streammega.convert.write.destination import (
+    Condition,
     Destination,
     check_may_write,
     check_output,
@@ -149,7 +150,7 @@ def convert(
             # Of no job yet: what was made of a stream cannot be resumed.
             destination = Destination(prefix, options.format, storage)
             Publisher(destination, work_dir, "").check([], overwrite=overwrite)
-            check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "")
+            _check_output_writable(prefix, storage, overwrite=overwrite)
             pipes = stack.enter_context(pipes_as_files(inputs, work_dir))
         conversion = plan(
             [pipes.get(name, name) for name in inputs],
@@ -165,7 +166,8 @@ def convert(
             stack.enter_context(output_lock(conversion.prefix, conversion.work_dir))
         _check_before_run(conversion)
         try:
-            written, manifest = _run_and_publish(conversion)
+            written = conversion.run()
+            manifest = conversion.publish(written)
         except BaseException:
             if pipes:  # what was made of a stream cannot be resumed
                 conversion.remove_work()
@@ -192,8 +194,6 @@ def convert_task(
     conversion.work_dir.check_unlocked()
     conversion.publisher.check(conversion.inputs, overwrite=conversion.overwrite)
     check_may_write(conversion.prefix, conversion.storage)
-    # All tasks are one conversion: each may take the reservation.
-    conversion.publisher.reserve(overwrite=conversion.overwrite)
     records, num_before, num_units = conversion.run_units(task.number, task.of)
     return TaskReport(
         task=task,
@@ -215,7 +215,8 @@ def merge_tasks(inputs: Inputs, output: str | os.PathLike[str], **arguments: Any
     conversion = _plan_of_tasks(inputs, output, arguments)
     with output_lock(conversion.prefix, conversion.work_dir):
         _check_before_run(conversion)
-        written, manifest = _run_and_publish(conversion, is_merge=True)
+        written = conversion.run(is_merge=True)
+        manifest = conversion.publish(written)
         conversion.remove_work()
         return _make_report(conversion, written, manifest, time.monotonic() - began)
 
@@ -255,19 +256,17 @@ def _check_before_run(conversion: Conversion) -> None:
     # What is done already takes room, and is not done again.
     if not conversion.work_dir.can_resume():
         warn_of_little_room(prefix, conversion.inputs)
-    check_writable(prefix, conversion.storage, why_delete=WHY_DELETE if overwrite else "")
+    _check_output_writable(prefix, conversion.storage, overwrite=overwrite)
     if conversion.work_dir.is_remote:
         why_delete = "a work folder is removed in the end"
         check_writable(conversion.work_dir.url, conversion.storage, why_delete=why_delete)
 
 
-def _run_and_publish(
-    conversion: Conversion, *, is_merge: bool = False
-) -> tuple[WrittenDataset, Manifest]:
-    """is_merge: tasks have done all units."""
-    conversion.publisher.reserve(overwrite=conversion.overwrite)
-    written = conversion.run(is_merge=is_merge)
-    return written, conversion.publish(written)
+def _check_output_writable(prefix: str, storage: StorageConfig, *, overwrite: bool) -> None:
+    commits: Condition | None = None
+    if is_remote(prefix):  # on a disk a lock takes the place of conditions
+        commits = "if_match" if overwrite else "if_absent"
+    check_writable(prefix, storage, why_delete=WHY_DELETE if overwrite else "", commits=commits)
 
 
 def plan(
@@ -393,6 +392,7 @@ def _make_report(
         indexed = IndexedDataset(conversion.prefix + MANIFEST, conversion.storage)
         histogram = length_histogram(document_tokens(indexed))
     dropped = {"duplicates": written.duplicates} if written.duplicates else {}
+    folder = conversion.prefix.removesuffix(conversion.destination.stem)
     return ConvertReport(
         prefix=redact_urls(conversion.prefix),
         format=manifest.kind,
@@ -414,4 +414,5 @@ def _make_report(
         names_passed_over=conversion.skipped_files.names,
         members_left_out=total.members,
         packing={} if written.packing is None else asdict(written.packing),
+        shard_prefixes=[redact_urls(folder + shard.name) for shard in manifest.shards],
     )

@@ -20,12 +20,12 @@ from streammega.dataset.manifest import Manifest, check_counts, read_manifest, s
 from streammega.dataset.names import (
     MANIFEST,
     SUFFIXES,
-    could_belong_to,
     dataset_of_marked,
     missing_shards,
     split_name,
     strip_suffix,
     with_suffix,
+    without_number,
 )
 from streammega.dataset.shard import Shard, Version, version_of
 from streammega.errors import (
@@ -98,10 +98,7 @@ def open_resolved(
             now = None
             with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
                 now = _state_of(resolve(names, storage, cache_dir))
-            # At the end of a local replacement the new shards take the plain names. So equal names
-            # prove nothing there; a second try must find the same.
-            may_have_changed = number == 0 and not all(is_remote(name) for name in names)
-            if is_last or (now == before and not may_have_changed):
+            if is_last or now == before:
                 raise
     raise AssertionError("unreachable")
 
@@ -389,30 +386,36 @@ def _has_same_etag(listed: Version | None, looked_up: ObjectInfo | None) -> bool
 # --- folders and globs ----------------------------------------------------------------------------
 
 
-def _without_replaced(prefixes: list[str], storage: StorageConfig) -> list[str]:
-    """The prefixes without shards that are not part of a dataset yet, or any more: a conversion that
-    replaces a dataset gives its shards a mark until it ends.
+def _without_unlisted(prefixes: list[str], storage: StorageConfig) -> list[str]:
+    """The prefixes without shards that are not part of a dataset yet, or any more: a shard with a mark
+    is one only if the manifest of its dataset lists it, and what such shards replaced is left out.
 
-    The manifest says which shards are the dataset's. It is read only where a name has such a mark.
+    Manifests are read only where a name has such a mark.
     """
-    owners = set()
+    marked_of: dict[str, set[str]] = {}
     for prefix in prefixes:
         owner = dataset_of_marked(prefix)
         if owner is not None:
-            owners.add(owner)
-    for owner in sorted(owners):
-        may_be_its = [prefix for prefix in prefixes if could_belong_to(prefix, owner)]
+            marked_of.setdefault(owner, set()).add(prefix)
+    plain_of: dict[str, set[str]] = {owner: set() for owner in marked_of}
+    for prefix in prefixes if marked_of else ():
+        for owner in {prefix, without_number(prefix)} & marked_of.keys():
+            plain_of[owner].add(prefix)
+
+    def unlisted(owner: str) -> set[str]:
         try:
             url = owner + MANIFEST
             manifest = check_counts(read_manifest(url, storage), url)
-            listed = {strip_suffix(name) for name in shard_names(manifest, url)}
         except ObjectNotFoundError:
-            # The conversion that made the marks was never finished.
-            listed = {prefix for prefix in may_be_its if dataset_of_marked(prefix) is None}
-        if listed:
-            replaced = set(may_be_its) - listed
-            prefixes = [prefix for prefix in prefixes if prefix not in replaced]
-    return prefixes
+            return marked_of[owner]  # the conversion that wrote them was never finished
+        listed = {strip_suffix(name) for name in shard_names(manifest, url)}
+        return (marked_of[owner] | plain_of[owner]) - listed if listed else set()
+
+    are_local = not any(map(is_remote, marked_of))
+    left_out: set[str] = set()
+    for others in parallel_map(unlisted, marked_of, MAX_DATASETS, is_local=are_local):
+        left_out |= others
+    return [prefix for prefix in prefixes if prefix not in left_out]
 
 
 def _match_local(name: str) -> tuple[list[str], Objects] | None:
@@ -430,7 +433,7 @@ def _match_local(name: str) -> tuple[list[str], Objects] | None:
         return None
     prefixes = sorted({strip_suffix(path) for path in indices})
     return [
-        _with_kind(prefix, paths) for prefix in _without_replaced(prefixes, StorageConfig())
+        _with_kind(prefix, paths) for prefix in _without_unlisted(prefixes, StorageConfig())
     ], {}
 
 
@@ -504,7 +507,7 @@ def _match_remote(name: str, storage: StorageConfig) -> tuple[list[str], Objects
     prefixes = sorted(url.removesuffix(".idx") for url in objects if url.endswith(".idx"))
     if pattern:
         prefixes = [prefix for prefix in prefixes if _matches(prefix[len(before) :], pattern)]
-    names = [_with_kind(prefix, objects) for prefix in _without_replaced(prefixes, storage)]
+    names = [_with_kind(prefix, objects) for prefix in _without_unlisted(prefixes, storage)]
     return names, _if_trusted(names[0], objects, storage) if names else {}
 
 

@@ -73,6 +73,15 @@ def version_of_info(info: Mapping[str, Any], like: str = "") -> str:
     return modified if like.startswith(MODIFIED) else etag
 
 
+def modified_of_info(info: Mapping[str, Any]) -> float:
+    """When a file was written by what a driver of fsspec knows, in seconds since 1970; 0: not known."""
+    times = (info[key] for key in _TIME_KEYS if info.get(key))
+    time = next(times, 0.0)
+    if isinstance(time, datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, (int, float)) else 0.0
+
+
 def _whole_seconds(time: Any) -> str:
     """A time of a driver, which may spell it otherwise in its listings: with parts of seconds, or as
     another type.

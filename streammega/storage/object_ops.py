@@ -1,13 +1,11 @@
-"""Files of a dataset from one place to another: moved, linked, copied, removed.
+"""Files of a dataset from one place to another: moved, copied, removed.
 
 Each may be interrupted and repeated.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -15,8 +13,8 @@ from functools import partial
 from streammega.config import StorageConfig
 from streammega.errors import ObjectChangedError, ObjectNotFoundError
 from streammega.storage import open_store
-from streammega.storage.atomic_file import sync_folder, temporary_name
-from streammega.storage.backends.local import NO_HARD_LINK, local_error
+from streammega.storage.atomic_file import sync_folder
+from streammega.storage.backends.local import local_error
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.open import is_remote
 from streammega.storage.store import Store, atomic_writer
@@ -24,37 +22,6 @@ from streammega.storage.store import Store, atomic_writer
 COPY_BYTES = 16 << 20
 """Bytes of an object that a copy holds in memory, without the parts of its upload."""
 READ_TRIES = 3
-
-
-def link(source: str, target: str) -> bool:
-    """Give a file a second name, which replaces a file of that name.
-
-    False where the file system has no hard links. Raises StorageError. In both cases `target` is what
-    it was.
-    """
-    try:
-        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise local_error(source, error) from None
-    temporary = temporary_name(target)
-    try:
-        if os.path.lexists(target) and os.path.samestat(os.lstat(target), os.fstat(fd)):
-            return True
-        # The temporary name is as old as the file: without a lock, others would remove it.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.link(source, temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.errno in NO_HARD_LINK:
-            return False
-        raise local_error(target, error) from None
-    finally:
-        # It is still there after an error, and where another process made the same link meanwhile.
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        os.close(fd)
-    return True
 
 
 def sync_names(url: str) -> None:

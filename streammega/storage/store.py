@@ -313,7 +313,7 @@ def write_again(store: Store, key: str, write: Callable[[], Result]) -> Result:
     return write()
 
 
-def _put_if(
+def put_if(
     store: Store, key: str, data: bytes, *, if_absent: bool = False, if_match: str = ""
 ) -> bool:
     """A conditional write. Raises UnsupportedOperation where the server has none."""
@@ -336,7 +336,7 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
     written: of several concurrent writes the last one stays. Raises StorageError.
     """
     with suppress(UnsupportedOperation):
-        return _put_if(store, key, data, if_absent=True)
+        return put_if(store, key, data, if_absent=True)
     try:
         store.info(key)
     except ObjectNotFoundError:
@@ -353,7 +353,7 @@ def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
     """
     if is_etag(etag):
         with suppress(UnsupportedOperation):
-            return _put_if(store, key, data, if_match=etag)
+            return put_if(store, key, data, if_match=etag)
     return store.put(key, data)
 
 

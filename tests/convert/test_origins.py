@@ -404,20 +404,20 @@ def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
         storage = StorageConfig(storage_options=server.options, request_timeout=60)
     named = ([str(tmp_path / "in.jsonl")], f"{root}/web")
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "storage": storage}
-    names = ["web"]
     if shards > 1:
         options |= {"shard_bytes": 1}  # a document each
-        names = [f"web-{number:05d}-of-{shards:05d}" for number in range(shards)]
-    convert(*named, provenance=True, **options)
+    prefixes = convert(*named, provenance=True, **options).shard_prefixes
+    assert len(prefixes) == shards
     delete(f"{root}/web.manifest.json", storage)
-    for name in names:
-        assert exists(f"{root}/{name}.origins", storage)
+    for prefix in prefixes:
+        assert exists(f"{prefix}.origins", storage)
         for ending in (".bin", ".idx"):
-            delete(f"{root}/{name}{ending}", storage)
-    convert(*named, shuffle_seed=1, **options)
-    for name in names:
-        assert exists(f"{root}/{name}.idx", storage)
-        assert not exists(f"{root}/{name}.origins", storage)
+            delete(f"{prefix}{ending}", storage)
+    others = convert(*named, shuffle_seed=1, **options).shard_prefixes
+    assert (others == prefixes) == (where == "local"), "only plain names are taken again"
+    for prefix in others:
+        assert exists(f"{prefix}.idx", storage)
+        assert not exists(f"{prefix}.origins", storage)
 
 
 def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(

@@ -5,6 +5,7 @@ same command goes on.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -306,6 +307,28 @@ def test_a_server_setting_of_the_caller_is_left_as_it_was(
     assert os.environ["RAYON_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize("shard_bytes", [None, 1200])
+def test_what_megatrons_own_reader_takes_is_printed(
+    tmp_path: Path, shard_bytes: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random_pair(str(tmp_path / "in"), 40, 40)
+    name = f"memory://{tmp_path.name}/web"
+    command = ["convert", str(tmp_path / "in"), name]
+    if shard_bytes:
+        command += ["--shard-size", str(shard_bytes)]
+    assert main(command) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_prefix" in line)
+    prefixes = line.removeprefix("megatron_prefix: ").split(" ... ")
+    assert main([*command, "--overwrite", "--json"]) == 0
+    others = json.loads(capsys.readouterr().out)["shard_prefixes"]
+    assert len(prefixes) == (2 if shard_bytes else 1)
+    assert others[0] != prefixes[0], "a dataset that is replaced keeps its files until then"
+    stored = [tokens for prefix in others for tokens in tokens_of(prefix) or ()]
+    assert stored == tokens_of(str(tmp_path / "in"))
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out" / "web")]) == 0
+    assert "megatron_prefix" not in capsys.readouterr().out
+
+
 # --- what is left ---------------------------------------------------------------------------------------------------------
 
 
@@ -330,11 +353,11 @@ def test_what_killed_conversions_left_is_found_and_removed_when_asked(
     orphans.append("web-00007-of-00009.idx.0123456789abcdef0123456789abcdef.partial")
     for file in (*others, *orphans):
         system.pipe_file(f"{path}/{file}", b"x")
-    assert main(["gc", name]) == 0
+    assert main(["gc", name, "--older-than", "0"]) == 0
     assert "7 files, 7 bytes; --remove removes them" in capsys.readouterr().out
     assert set(system.find(path)) == whole | {f"{path}/{file}" for file in (*others, *orphans)}
     assert tokens_of(f"{name}.manifest.json") == tokens_of(str(tmp_path / "a"))
-    assert main(["gc", f"{name}.manifest.json", "--remove"]) == 0
+    assert main(["gc", f"{name}.manifest.json", "--remove", "--older-than", "0"]) == 0
     assert set(system.find(path)) == whole | {f"{path}/{file}" for file in others}
     assert main(["gc", name]) == 0
     assert "0 files" in capsys.readouterr().out

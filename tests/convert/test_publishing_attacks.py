@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +22,12 @@ from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.convert.conversion import Conversion
 from streammega.convert.write.gc import find_leftovers
+from streammega.convert.write.publish import Publisher
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
 from streammega.storage.backends.fsspec import FsspecStore
 from tests.convert.test_publishing import Killed, killed_before, tokens_of
-from tests.support.builders import write_random_pair
+from tests.support.builders import MARK, write_random_pair
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -80,11 +82,36 @@ def test_tokens_that_were_removed_between_two_runs_are_written_again(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
-    assert main(["gc", name, "--remove"]) == 0
+    assert main(["gc", name, "--remove", "--older-than", "0"]) == 0
     assert files(name.rpartition("/")[0]) == []
     convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert verify(name).problems == []
     assert tokens_of(f"{name}.manifest.json") == tokens_of(pairs[0])
+
+
+@pytest.mark.guarantee("others-publish-remove")
+@pytest.mark.parametrize("where", ["remote", "local"])
+def test_shards_that_no_manifest_lists_are_in_no_folder_and_no_input(
+    tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Those of a conversion that was killed right before its commit, and their copy."""
+    root = f"memory://{tmp_path.name}-unlisted" if where == "remote" else str(tmp_path / "out")
+    convert(pairs[:1], f"{root}/code", workers=1, shard_bytes=1200)
+    for number in range(2):
+        if where == "local" and not number:
+            convert(pairs[1:], f"{root}/web", workers=1)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Publisher, "_commit", lambda *_: (_ for _ in ()).throw(Killed))
+            options: Any = {"workers": 1, "overwrite": where == "local", "min_tokens": 1 + number}
+            convert(pairs[:1], f"{root}/web", **options)
+    expected = tokens_of(pairs[0]) or []
+    if where == "local":
+        expected = expected + (tokens_of(pairs[1]) or [])
+    assert len([name for name in files(root) if name.startswith("web-gen")]) == 4
+    assert tokens_of(f"{root}/") == tokens_of(f"{root}/*") == expected
+    report = convert([f"{root}/"], str(tmp_path / "again"), workers=1)
+    assert report.files_passed_over["shards that no manifest lists"] == 4
+    assert tokens_of(str(tmp_path / "again")) == expected
 
 
 @pytest.mark.guarantee("others-publish-remove")
@@ -95,9 +122,9 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
     real = Conversion.publish
 
     def cleaned(self: Conversion, *arguments: Any) -> Any:
-        system, path = fsspec.core.url_to_fs(f"{name}-00001-of-00002.bin")
-        assert system.exists(path)
-        system.rm_file(path)  # by a gc on another machine
+        system, path = fsspec.core.url_to_fs(name)
+        (tokens,) = system.glob(f"{path}-*-00001-of-00002.bin")
+        system.rm_file(tokens)  # by a gc on another machine
         return real(self, *arguments)
 
     with (
@@ -134,7 +161,9 @@ def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
     convert(pairs[:1], name, workers=1, shard_bytes=1200, overwrite=True)
     assert tokens_of(f"{name}.manifest.json") == tokens_of(pairs[0])
     assert tokens_of(f"{name.rpartition('/')[0]}/") == tokens_of(pairs[0])
-    assert main(["gc", name, "--remove"]) == 0  # tokens of the one that was killed
+    assert (
+        main(["gc", name, "--remove", "--older-than", "0"]) == 0
+    )  # tokens of the one that was killed
     assert len(files(name.rpartition("/")[0])) == 5
     assert verify(name).problems == []
 
@@ -149,9 +178,7 @@ def test_of_two_conversions_to_one_output_the_later_sees_that_it_was_published_m
         monkeypatch.setattr(Conversion, "publish", real)
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))  # a machine of its own
-            with pytest.raises(ConvertError, match="another conversion"):
-                convert(pairs[1:], name, workers=1, shard_bytes=2000)
-            convert(pairs[1:], name, workers=1, shard_bytes=2000, overwrite=True)
+            convert(pairs[1:], name, workers=1, shard_bytes=2000)
         return real(self, *arguments)
 
     monkeypatch.setattr(Conversion, "publish", late)
@@ -174,7 +201,9 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
         monkeypatch.setattr(Conversion, "run", real)
         with pytest.raises(ConvertError, match="another conversion to this output is running"):
             convert(pairs[1:], name, workers=1, work_dir=str(tmp_path / "two"))
-        assert main(["gc", name, "--remove"]) == 1, "there is nothing of that name yet"
+        assert main(["gc", name, "--remove", "--older-than", "0"]) == 1, (
+            "there is nothing of that name yet"
+        )
         seen.append("refused")
         return real(self, **named)
 
@@ -292,9 +321,48 @@ def test_datasets_whose_names_look_like_leftovers_are_none(
         convert(pairs[:1], str(root / name), workers=1, shard_bytes=1200)
     for name in ("web", "web-2", "web-gen0123456789ab"):
         assert find_leftovers(str(root / name)) == []
-    assert main(["gc", str(root / "web"), "--remove"]) == 0
+    assert main(["gc", str(root / "web"), "--remove", "--older-than", "0"]) == 0
     for name in ("web", "web-2", "web-gen0123456789ab"):
         assert verify(str(root / name)).problems == []
+
+
+def test_what_may_be_a_dataset_or_an_input_is_no_leftover(tmp_path: Path, pairs: list[str]) -> None:
+    """In a bucket where shards with a mark are the dataset of the name."""
+    root = f"memory://{tmp_path.name}-others"
+    convert(pairs[:1], f"{root}/web", workers=1, shard_bytes=1200)
+    system, path = fsspec.core.url_to_fs(root)
+    whole = system.find(path)
+    others = [
+        "web.bin",
+        "web.tar",
+        *(f"web-{n:05d}-of-00003{s}" for n in range(3) for s in (".bin", ".idx")),
+    ]
+    for name in others:
+        system.pipe_file(f"{path}/{name}", b"x")
+    assert main(["gc", f"{root}/web", "--remove", "--older-than", "0"]) == 0
+    assert len(system.find(path)) == len(whole) + len(others)
+
+
+@pytest.mark.parametrize("where", ["remote", "local"])
+def test_what_is_younger_than_a_running_conversion_may_be_stays(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = f"memory://{tmp_path.name}-young" if where == "remote" else str(tmp_path / "out")
+    names = ["web-gen0123456789ab.bin", "web-gen0123456789ab.idx"]
+    system, path = fsspec.core.url_to_fs(root)
+    system.makedirs(path, exist_ok=True)
+    now = time.time()
+    for name in names:
+        system.pipe_file(f"{path}/{name}", b"x")
+    for hours, stay in ((23, True), (25, False)):
+        monkeypatch.setattr("time.time", lambda hours=hours: now + 3600 * hours)
+        assert main(["gc", f"{root}/web"]) == 0
+        listed = capsys.readouterr().out
+        assert ("removes 0, older than 24 hours" in listed) == stay
+        assert all(name in listed for name in names)
+        assert main(["gc", f"{root}/web", "--remove"]) == 0
+        assert ("2 files not known to be older" in capsys.readouterr().out) == stay
+        assert files(root) == (names if stay else [])
 
 
 def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
@@ -313,7 +381,7 @@ def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
             patch.setattr("streammega.convert.run.check_writable", lambda *_, **__: None)
             with pytest.raises(KeyboardInterrupt):
                 convert(pairs[1:], name, workers=1, overwrite=True)
-        assert main(["gc", name, "--remove"]) == 0
+        assert main(["gc", name, "--remove", "--older-than", "0"]) == 0
         assert len(files(name.rpartition("/")[0])) == 3
         assert tokens_of(name) == tokens_of(pairs[1])
 
@@ -348,8 +416,12 @@ def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
         assert files(root) == before
     convert([f"{root}/"], str(tmp_path / "again"), workers=1)
     assert tokens_of(str(tmp_path / "again")) == tokens_of(pairs[0])
-    assert main(["gc", f"{root}/web", "--remove"]) == 0
-    assert files(root) == ["web.bin", "web.idx", "web.manifest.json"]
+    assert main(["gc", f"{root}/web", "--remove", "--older-than", "0"]) == 0
+    assert [MARK.sub("", name) for name in files(root)] == [
+        "web.bin",
+        "web.idx",
+        "web.manifest.json",
+    ]
 
 
 # --- readers --------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import multiprocessing.spawn
 import operator
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -452,10 +453,12 @@ def test_replacing_a_dataset_leaves_nothing_of_the_former(tmp_path: Path) -> Non
     reshape(tmp_path / "in", tmp_path / "o" / "p", shard_bytes=2000)
     with pytest.raises(ConvertError, match="--overwrite"):
         reshape(tmp_path / "in", tmp_path / "o" / "p", format="zst")
-    reshape(tmp_path / "in", tmp_path / "o" / "p", format="zst", overwrite=True)
+    report = reshape(tmp_path / "in", tmp_path / "o" / "p", format="zst", overwrite=True)
+    (shard,) = (Path(prefix).name for prefix in report.shard_prefixes)
+    assert re.fullmatch("p-gen[0-9a-f]{12}", shard)
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
-        "p.bin.zst",
-        "p.idx",
+        f"{shard}.bin.zst",
+        f"{shard}.idx",
         "p.manifest.json",
     ]
 

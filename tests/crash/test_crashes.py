@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streammega import StorageConfig
-from streammega.convert.work_dir import WorkDir
+from streammega.convert.work_dir import REMOVED, WorkDir
 from streammega.dataset import local_cache
 from streammega.storage.backends.local import LocalStore
 from tests.support.crash_disk import Recorder, state_after
@@ -52,7 +52,7 @@ def test_records_and_manifests_never_outlive_what_they_speak_of(
 ) -> None:
     crashes = Crashes(scene(tmp_path, monkeypatch))
     for number, change in enumerate(crashes.recorder.changes):
-        if change.name in ("rename", "delete") and change.paths[-1].endswith(".json"):
+        if change.name in ("rename", "delete") and change.paths[-1].endswith((".json", REMOVED)):
             for policy in ("died", "reordered"):
                 crashes.try_case(Case(number + 1, policy))
 

@@ -110,7 +110,7 @@ CASES = {
     ],
     "verify web": [f"verifying: +{METER}B/s"],
     "gc web": ["looking for leftovers: 00:00 so far"],
-    "gc web --remove": [f"removing: +{METER} files"],
+    "gc web --remove --older-than 0": [f"removing: +{METER} files"],
     "ls .": ["looking for files: .*names found: .*/s"],
     "describe web": [f"opening: .*, steps: +{METER}"],
     "describe run.toml": [f"opening: .*, steps: +{METER}", "counting"],
@@ -225,7 +225,7 @@ def test_work_counts_when_it_is_done_and_not_before(
     watch(WorkDir, "write_record")  # the last act of a unit, and of a shard
     watch(LocalStore, "delete")
     assert main(["convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/out", "--tokenizer", "bytes"]) == 0
-    assert main(["gc", f"{tmp_path}/web", "--remove"]) == 0
+    assert main(["gc", f"{tmp_path}/web", "--remove", "--older-than", "0"]) == 0
     named = {name for name, _, _ in looks}
     assert {"converting", "writing shards", "publishing", "removing"} <= named
     for name, done, total in looks:

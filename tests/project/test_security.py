@@ -188,7 +188,7 @@ def collect_garbage(folder: Path, link: Callable[[Path], None]) -> None:
     write_manifest(folder / "set" / "web", ["web"])
     link(folder / "set" / "web-gen0123456789ab-00000")
     link(folder / "set" / ".web.removed")
-    assert main(["gc", str(folder / "set" / "web"), "--remove"]) == 0
+    assert main(["gc", str(folder / "set" / "web"), "--remove", "--older-than", "0"]) == 0
 
 
 @pytest.mark.guarantee("links-not-removed")

@@ -25,7 +25,7 @@ from streammega import (
     StreamLoader,
     build_datasets,
 )
-from streammega.errors import ConfigError, ObjectChangedError, ObjectNotFoundError, StorageError
+from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage import open_store, retry
 from streammega.storage.backends import local
 from streammega.storage.backends.local import (
@@ -35,7 +35,7 @@ from streammega.storage.backends.local import (
     file_system_of,
     map_file,
 )
-from streammega.storage.object_ops import link, move_or_copy
+from streammega.storage.object_ops import move_or_copy
 from streammega.storage.store import copy_into
 from tests.support.processes import launch
 from tests.support.typed import map_style, tokens
@@ -197,49 +197,6 @@ def test_a_move_to_another_disk_that_fails_is_an_error_that_names_the_file(
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(StorageError, match="source: Is a directory"):
         move_or_copy(str(tmp_path / "source"), str(tmp_path / "target"), StorageConfig())
-
-
-@pytest.mark.guarantee("mapped-file-opened")
-def test_a_link_replaces_whatever_has_its_name(tmp_path: Path) -> None:
-    source = tmp_path / "new"
-    source.write_bytes(b"new")
-    for name in ("absent", "file", "again", "dangling", "symlink"):
-        target = tmp_path / name
-        if name == "file":
-            target.write_bytes(b"old")
-        elif name == "again":
-            os.link(source, target)
-        elif name == "dangling":
-            target.symlink_to(tmp_path / "nothing")
-        elif name == "symlink":
-            target.symlink_to(source)  # would dangle when its source is removed
-        assert link(str(source), str(target))
-        assert not target.is_symlink()
-        assert target.samefile(source)
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSPC])
-def test_a_link_that_fails_leaves_the_file_that_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    source = tmp_path / "new"
-    target = tmp_path / "old"
-    target.write_bytes(b"old")
-    with pytest.raises(ObjectNotFoundError, match=f"{source}: no such file"):
-        link(str(source), str(target))
-    source.write_bytes(b"new")
-
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "link", refuse)
-    if number == errno.EPERM:
-        assert not link(str(source), str(target))
-    else:
-        with pytest.raises(StorageError, match=f"{target}: no space left"):
-            link(str(source), str(target))
-    assert target.read_bytes() == b"old"
 
 
 def test_nothing_is_copied_to_an_array_of_another_size() -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from streammega.dataset.names import MANIFEST, SUFFIXES, Kind
 
 KINDS = list(SUFFIXES)
 """All kinds of shards."""
+MARK = re.compile("-gen[0-9a-f]{12}")
+"""In the names of shards in buckets, and of those that replaced others."""
 TOKENS = 50
 """Tokens in a document of `put_dataset`."""
 
@@ -96,6 +99,18 @@ def put_dataset(prefix: str, *, seed: int, documents: int = 40) -> str:
     tokens = np.random.default_rng(seed).integers(0, 60_000, (documents, TOKENS))
     write_dataset(prefix, tokens.astype(np.uint16))
     return write_manifest(prefix, [Path(prefix).name])
+
+
+def without_marks(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Files of a dataset as if its shards had plain names, which its manifest has too."""
+    plain = {
+        MARK.sub("", name): MARK.sub("", data.decode()).encode()
+        if name.endswith(MANIFEST)
+        else data
+        for name, data in files.items()
+    }
+    assert len(plain) == len(files), f"nothing else is left: {sorted(files)}"
+    return plain
 
 
 def jsonl(records: Iterable[Any]) -> bytes:

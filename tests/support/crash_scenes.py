@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +14,20 @@ import streammega.convert.job as job
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.convert import convert
 from streammega.convert.work_dir import REMOVED
-from streammega.convert.write.destination import CLAIM, PROBE
+from streammega.convert.write.destination import PROBE
 from streammega.dataset.verify import verify
 from streammega.errors import StreammegaError
 from streammega.storage.cache import cache_folder
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.trainer import Trainer
-from tests.support.builders import write_dataset, write_random_pair, write_run_file
+from tests.support.builders import (
+    without_marks,
+    write_dataset,
+    write_random_pair,
+    write_run_file,
+)
 from tests.support.crash_runs import Scene
-
-MARK = "-gen[0-9a-f]{12}"
 
 
 def tokens_of(name: str) -> list[list[int]] | None:
@@ -102,14 +104,10 @@ class Conversion(Scene):
         assert tokens_of(self.name) == self.new
         files = dict(self.bucket.objects) if self.is_remote else files_below(self.disk / "out")
         # What a process that died at its very end left is removed by the next one, or by `gc`.
+        left = (REMOVED, PROBE)
+        files = {name: files[name] for name in files if not any(map(name.__contains__, left))}
         # Marks say what was replaced: another dataset if the run had ended before.
-        return {
-            re.sub(MARK, "", name): re.sub(MARK, "", data.decode())
-            if name.endswith(".json")
-            else data
-            for name, data in files.items()
-            if REMOVED not in name and not name.endswith((CLAIM, PROBE))
-        }
+        return without_marks(files)
 
 
 class Overwrite(Conversion):

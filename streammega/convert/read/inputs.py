@@ -41,7 +41,7 @@ from streammega.convert.read.walk import (
     walk,
 )
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
-from streammega.dataset.names import MANIFEST, SUFFIXES, strip_suffix
+from streammega.dataset.names import MANIFEST, SUFFIXES, dataset_of_marked, strip_suffix
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
@@ -300,6 +300,8 @@ class _Files:
         if self._skipped is not None:
             self._keep_listed()
         manifest_of, manifests = self._manifests()
+        if self._skipped is not None:
+            self._leave_unlisted_out(self._skipped, manifest_of)
         for path, row in list(self._rows.items()):
             if path not in self._rows:  # a part of an earlier one
                 continue
@@ -457,6 +459,24 @@ class _Files:
             for name in _shard_names(data):
                 manifest_of[os.path.join(folder, name)] = path
         return manifest_of, manifests
+
+    def _leave_unlisted_out(self, skipped: SkippedFiles, listed: Collection[str]) -> None:
+        """Leave out shards with a mark that no manifest lists: of a conversion that was killed, or of
+        a dataset that was replaced. listed: prefixes of shards, by the manifests that were found.
+        """
+        by_others: dict[str, list[str]] = {}
+        for path in list(self._rows):
+            prefix = strip_suffix(path)
+            owner = dataset_of_marked(prefix)
+            if prefix == path or owner is None or prefix in listed:
+                continue
+            if owner not in by_others:
+                # Its manifest may be there without having been found, by the patterns of the options.
+                manifest = self._row_of(owner + MANIFEST)
+                by_others[owner] = _shard_names(self._place.read(manifest.path)) if manifest else []
+            if os.path.basename(prefix) not in by_others[owner]:
+                del self._rows[path]
+                skipped.add("shards that no manifest lists", path)
 
     def _pair(self, row: Row) -> Input | None:
         """An .idx with its tokens; None if the file is neither."""

@@ -1,20 +1,16 @@
-"""Where a conversion writes: the names of its files, the dataset that is there now, and in a bucket
-the reservation of the plain names.
+"""Where a conversion writes: the names of its files, the dataset that is there now, and what has to
+be possible there.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
-import socket
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 from streammega.config import StorageConfig
-from streammega.config.validate import parse_json
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import read_manifest
@@ -25,16 +21,17 @@ from streammega.errors import (
     ConfigError,
     ConvertError,
     FormatError,
-    ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
+    UnsupportedOperation,
 )
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import is_utf8
-from streammega.storage import join_url, open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, find_etag, read_if_exists
+from streammega.storage import join_url, open_store
+from streammega.storage.object_ops import exists, find_etag, read_if_exists
 from streammega.storage.open import is_remote, local_path
-from streammega.storage.store import atomic_writer, create_object, replace_object
+from streammega.storage.store import Store, atomic_writer, put_if
+from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +39,18 @@ PROBE = ".streammega-writable"
 """Ends the name of the object by which a conversion tries its rights. The file is hidden, so it is
 never an input.
 """
-CLAIM = ".streammega-claim"
-"""Ends the name of the object by which a conversion reserves names in a bucket."""
+PROBED = b"streammega convert tries whether it can write here"
+NO_ETAG = f'"{"0" * 32}"'
+"""The ETag of no object."""
+PUTS = 3
+Condition = Literal["if_absent", "if_match"]
+"""How a manifest is put: where there is none, or over one that has not changed."""
+NO_CONDITIONS = (
+    "%s: this storage has no conditional writes; if two conversions to this name end at the same "
+    "moment, both succeed, and the last one's dataset is there"
+)
 MAX_SINGLE_LOOKUPS = 8
 """Up to so many objects are looked up one by one; for more, the folder is listed."""
-UNREADABLE = {"job": "unknown"}
-"""The holder of a reservation that cannot be read: no conversion has such a digest."""
-READ_ATTEMPTS = 5
-READ_PAUSE = 0.1
-"""Seconds between attempts to read a reservation. On a server without conditional writes, tasks of
-one conversion may overwrite it at the same moment.
-"""
 
 
 class Destination:
@@ -89,18 +87,17 @@ class Destination:
         """The ETag of the manifest; "" if it is missing."""
         return find_etag(self.manifest_url, self.storage)
 
-    def find_existing(self) -> tuple[list[str], str, str]:
-        """The dataset that is there: (files, version of its manifest, version). Raises ConvertError if
-        its manifest cannot be read.
+    def find_existing(self) -> tuple[list[str], str]:
+        """The dataset that is there: (files, version of its manifest). Raises ConvertError if its
+        manifest cannot be read.
 
-        files: each `.idx` first, which is the order to delete them in. Versions are ETags, and "" for
-        what is missing; that of a dataset without a manifest is the ETag of its `.idx`.
+        files: each `.idx` first, which is the order to delete them in. The version is an ETag, and ""
+        where there is no manifest.
         """
-        # The versions are read first: after a change in between, they do not match any more.
-        manifest_version = self.manifest_version()
-        index_version = find_etag(self.index_url, self.storage)
+        # Read first: after a change in between, it does not match any more.
+        version = self.manifest_version()
         files = []
-        if manifest_version:
+        if version:
             try:
                 manifest = read_manifest(self.manifest_url, self.storage)
                 # It may not say whether there are origins; a missing file is deleted in no time.
@@ -109,20 +106,20 @@ class Destination:
                 # Each `.idx` before all tokens: tokens without an `.idx` are no dataset.
                 files = [prefix + ending for ending in endings for prefix in prefixes]
             except ObjectNotFoundError:
-                manifest_version = ""
+                version = ""
             except FormatError as error:
                 raise ConvertError(
                     f"{self.prefix}: cannot be replaced, since which shards belong to "
                     f"it is not known: {error}; remove that dataset by hand, or choose another "
                     f"output"
                 ) from None
-        if index_version:
+        if exists(self.index_url, self.storage):
             # `.bin` first: that is what a reader of the `.idx` opens.
             tokens = (self.prefix + suffix for suffix in SUFFIXES.values())
             of_index = [url for url in tokens if exists(url, self.storage)][:1]
             pair = [self.index_url, *of_index, self.prefix + ENDING]
             files += [url for url in pair if url not in files]
-        return files, manifest_version, manifest_version or index_version
+        return files, version
 
     def sizes(self, urls: Sequence[str]) -> dict[str, int]:
         """The bytes of those files that exist."""
@@ -145,113 +142,6 @@ class Destination:
             except ObjectNotFoundError:
                 continue
         return sizes
-
-
-class Reservation:
-    """The plain names of an output in a bucket, reserved for one job by one small object.
-
-    A first conversion writes its tokens under their final names, so two of them must not do so at
-    once. The first one creates the object, which holds its job's digest; the end of the conversion
-    removes it. After a crash the same job goes on, on any machine: it writes the same bytes.
-
-    The object says too whether `.idx` files of that job may be there: others are never replaced.
-    """
-
-    def __init__(self, destination: Destination, job: str) -> None:
-        folder, slash, stem = destination.prefix.rpartition("/")
-        self._prefix = destination.prefix
-        self._storage = destination.storage
-        self._url = f"{folder}{slash}.{stem}{CLAIM}"
-        self._job = job
-
-    def take(self) -> bool:
-        """Reserve the names; False if another job has. The holder may take them again."""
-        holder = self._read()
-        if holder is not None and holder["job"]:
-            return bool(holder["job"] == self._job)
-        store, key = open_store(self._url, self._storage)
-        data = json.dumps(
-            {
-                "job": self._job,
-                "host": socket.gethostname(),
-                "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                "is_publishing": False,
-            }
-        ).encode()
-        if holder is None:
-            create_object(store, key, data)
-        else:
-            replace_object(store, key, data, find_etag(self._url, self._storage))
-        # Another job may have been first, or last on a server without conditional writes.
-        return self.is_ours()
-
-    def is_ours(self) -> bool:
-        """Whether this job has reserved the names."""
-        return self._own() is not None
-
-    def is_publishing(self) -> bool:
-        """Whether this job has reserved the names and may have put an `.idx` there."""
-        reservation = self._own()
-        return reservation is not None and bool(reservation.get("is_publishing"))
-
-    def begin_publishing(self) -> bool:
-        """Note that `.idx` files are put from now on; False if this job has not the names."""
-        before = find_etag(self._url, self._storage)
-        reservation = self._own()
-        if reservation is None:
-            return False
-        if not reservation.get("is_publishing"):
-            store, key = open_store(self._url, self._storage)
-            data = json.dumps(reservation | {"is_publishing": True}).encode()
-            replace_object(store, key, data, before)
-        return self.is_ours()
-
-    def conflict(self) -> str | None:
-        """Why this job cannot reserve the names: a message; None if it can."""
-        holder = self._read()
-        if holder is None or holder["job"] in ("", self._job):
-            return None
-        return (
-            f"{self._prefix}: another conversion, of other inputs or options, writes there (started on "
-            f"{holder.get('host')}, {holder.get('began')}). Wait for it, or choose another output. "
-            f"If it was killed: 'streammega gc {self._prefix} --remove' removes what it left; or pass "
-            f"--overwrite, which writes under other names"
-        )
-
-    def release(self) -> None:
-        """Free the names, if this job has them. A failure is logged: the conversion has ended."""
-        try:
-            if not self.is_ours():
-                return
-            try:
-                delete(self._url, self._storage)
-            except AccessDeniedError:
-                # Without the right to delete, an empty job frees them too.
-                save_bytes(self._url, b'{"job": ""}', self._storage)
-        except StorageError as error:
-            log.warning(
-                "%s: was left there (%s); streammega gc removes it", redact_urls(self._url), error
-            )
-
-    def _own(self) -> dict[str, Any] | None:
-        """The stored reservation, if it is this job's."""
-        holder = self._read()
-        return holder if holder is not None and holder["job"] == self._job else None
-
-    def _read(self) -> dict[str, Any] | None:
-        """The stored reservation, if there is one."""
-        for _ in range(READ_ATTEMPTS):
-            try:
-                data = read_if_exists(self._url, self._storage)
-                if data is None:
-                    return None
-                stored = parse_json(data)
-                if isinstance(stored, dict) and isinstance(stored.get("job"), str):
-                    return stored
-            except (ObjectChangedError, ValueError):
-                pass
-            time.sleep(READ_PAUSE)
-        return UNREADABLE
 
 
 def check_output(output: str) -> None:
@@ -283,11 +173,14 @@ def check_output(output: str) -> None:
         )
 
 
-def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "") -> None:
+def check_writable(
+    prefix: str, storage: StorageConfig, *, why_delete: str = "", commits: Condition | None = None
+) -> None:
     """Raise ConvertError if nothing can be written where the output goes: an object is put there,
     and removed.
 
     why_delete: why the right to delete is needed; without a reason, a warning tells of its lack.
+    commits: how a manifest will be put there; a warning tells where the store does not know that.
     """
     folder, slash, stem = prefix.rpartition("/")
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
@@ -298,7 +191,9 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
 
     try:
         with atomic_writer(store, key) as writer:
-            writer.write(b"streammega convert tries whether it can write here")
+            writer.write(PROBED)
+        if commits is not None and not _knows(commits, store, key):
+            warn_once(log, f"no conditions {prefix}", NO_CONDITIONS, redact_urls(prefix))
     except ObjectNotFoundError:
         reason = "there is no such folder; create it"
         if is_remote(prefix):
@@ -323,6 +218,19 @@ def check_writable(prefix: str, storage: StorageConfig, *, why_delete: str = "")
             key.rpartition("/")[2],
             error,
         )
+
+
+def _knows(condition: Condition, store: Store, key: str) -> bool:
+    """Whether a store refuses what such a condition forbids: to put an object that exists, or to
+    replace one that has another ETag. Some servers put it all the same.
+    """
+    try:
+        if condition == "if_match":
+            return not put_if(store, key, PROBED, if_match=NO_ETAG)
+        # More than once: another conversion may remove the object in between.
+        return any(not put_if(store, key, PROBED, if_absent=True) for _ in range(PUTS))
+    except UnsupportedOperation:
+        return False
 
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:

@@ -1,15 +1,19 @@
-"""Files that killed conversions or replaced datasets have left next to a dataset: listed, and removed
-when asked.
+"""Files next to a dataset that no manifest lists: what killed conversions left, and what was replaced.
+They are listed, and removed when asked.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import os
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from streammega.config import StorageConfig
-from streammega.convert.write.destination import CLAIM, PROBE
-from streammega.dataset.manifest import Manifest, read_manifest
+from streammega.convert.write.destination import PROBE
+from streammega.dataset.manifest import read_manifest
 from streammega.dataset.names import (
     MANIFEST,
     SUFFIXES,
@@ -20,7 +24,7 @@ from streammega.dataset.names import (
 )
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
-from streammega.storage import ObjectInfo, join_url, open_store
+from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import final_name
 from streammega.storage.progress import ProgressObserver
 
@@ -28,14 +32,13 @@ ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
 
 def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[ObjectInfo]:
-    """Objects with the names of a dataset's shards that are part of no dataset, in name order; keys
-    are the store's.
+    """Objects with the names of a dataset's shards that its manifest does not list, in name order;
+    keys are the store's.
 
-    Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered
-    or marked shards without an `.idx`, temporary files of writers, and the reservation and the
-    probe of a conversion. A pair with the name of the dataset itself is no leftover, nor is a lone
-    file of that name, which may be an input. But where the manifest lists shards with a mark, these
-    have replaced all others of the name.
+    Those are shards with a mark (see `publish`), tokens of numbered shards without an `.idx`,
+    temporary files of writers, and the probe of a conversion. Plain pairs are no leftovers, for they
+    may be a dataset without a manifest, nor is a lone file of the dataset's name, which may be an
+    input. But where the manifest lists shards with a mark, these have replaced a pair of its name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """
@@ -44,12 +47,13 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     store, key = open_store(f"{folder}/", storage)
     # The key of a bucket's root is empty; a slash alone would be another folder.
     below = f"{key.rstrip('/')}/" if key else ""
+    # Before the manifest is read: shards that a conversion writes later are not among them.
     there = {info.key.rpartition("/")[2]: info for info in store.list(below, recursive=False)}
-    manifest: Manifest | None = None
     files_of_dataset: set[str] = set()
-    lists_marked = False
+    lists_marked = has_manifest = False
     try:
         manifest = read_manifest(join_url(folder, f"{stem}{MANIFEST}"), storage)
+        has_manifest = True
         endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
         files_of_dataset = {shard.name + ending for shard in manifest.shards for ending in endings}
         lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
@@ -59,29 +63,44 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         raise FormatError(
             f"{error} (what belongs to the dataset is not known, so nothing is removed)"
         ) from None
-    # Else shards with a mark may be all that there is.
-    has_dataset = manifest is not None or f"{stem}.idx" in there
-    signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
     leftovers = []
     for name, info in sorted(there.items()):
         finished = final_name(name)
         own_name = finished or name
         is_shard = _is_shard(own_name, stem, there)
-        # A temporary file counts if it was to become one of the dataset's.
-        is_unfinished = finished is not None and (is_shard or finished == f"{stem}{MANIFEST}")
-        if own_name in signs_of_running or is_unfinished:
-            leftovers.append(info)
-            continue
-        if not is_shard or name in files_of_dataset:
-            continue
-        shard = _shard_of(name)
-        lacks_index = shard != stem and f"{shard}.idx" not in there
-        is_marked = dataset_of_marked(shard) is not None
-        if lists_marked or lacks_index or (has_dataset and is_marked):
-            leftovers.append(info)
-    if manifest is None and not leftovers:
+        if own_name == f".{stem}{PROBE}":
+            is_leftover = True
+        elif finished is not None:
+            # A temporary file counts if it was to become one of the dataset's.
+            is_leftover = is_shard or finished == f"{stem}{MANIFEST}"
+        else:
+            is_leftover = is_shard and name not in files_of_dataset
+            shard = _shard_of(name)
+            has_index = f"{shard}.idx" in there
+            if dataset_of_marked(shard) is None:
+                is_leftover &= (lists_marked and has_index) if shard == stem else not has_index
+        if is_leftover:
+            leftovers.append(_with_time(info, store))
+    if not has_manifest and not leftovers:
         _check_there(prefix, stem, there)
     return leftovers
+
+
+def _with_time(info: ObjectInfo, store: Store) -> ObjectInfo:
+    """An object with the time at which it was written, if that is known; a local one's is the file's."""
+    path = store.local_path(info.key)
+    if path is not None:
+        with suppress(OSError):
+            return replace(info, modified=os.stat(path).st_mtime)
+    return info
+
+
+def of_age(leftovers: Sequence[ObjectInfo], hours: float) -> list[ObjectInfo]:
+    """Those that were written so many hours ago, by the server's clock and this machine's. Of some
+    nothing says when: these are as new as can be.
+    """
+    latest = time.time() - 3600 * hours
+    return [info for info in leftovers if not hours or 0 < info.modified <= latest]
 
 
 def _check_there(prefix: str, stem: str, there: Collection[str]) -> None:
@@ -116,11 +135,11 @@ def _shard_of(name: str) -> str:
 
 def remove_leftovers(
     prefix: str,
-    leftovers: list[ObjectInfo],
+    leftovers: Sequence[ObjectInfo],
     storage: StorageConfig,
     progress: ProgressObserver,
 ) -> None:
-    """Remove what `find_leftovers` found: every `.idx` first.
+    """Remove some of what `find_leftovers` found: every `.idx` first.
 
     Raises ConvertError if the dataset has changed meanwhile.
     """

@@ -1,15 +1,39 @@
 """From the work folder to a dataset under its final names. After a kill at any moment, the previous
 dataset or the new one is whole.
 
-A dataset is what its manifest lists, so putting the manifest is the only commit. In a bucket it is
-put on the condition that the manifest is still the one that was there at the start.
+A dataset is what its manifest lists. So putting the manifest is the only commit, and the manifest the
+only state that conversions share: in a bucket it is put on the condition that it is still the one
+that was there at the start, and on a disk under the lock of the output.
 
-Shards have plain names (`web.bin`) where no dataset exists: on a disk a lock protects them, in a
-bucket a reservation. What replaces a dataset is written under names that carry the job's digest
-(`web-gen3f2a1b9c04d1`), which no other job writes; the commit switches to them, and then the
-replaced files are deleted. On a local disk hard links and a second switch restore the plain names.
+Shards never replace others. In a bucket, and wherever a dataset is, they have names that carry the
+job's digest (`web-gen3f2a1b9c04d1`), which no other job writes. On a disk where nothing is they have
+plain names (`web`). After the commit the files that the former manifest listed are deleted; what
+else a killed conversion leaves is listed by no manifest, and removed by `gc`.
 
-A record in the work folder says what is being published. By it a restart knows its own manifest.
+The work folder is the conversion's own, and so is the record in it of what it publishes. Together
+with the manifest they leave four states, and a kill anywhere leaves one of them:
+
+| record of this job | manifest | state | the same command |
+|---|---|---|---|
+| any | none, or as at the start | written: no dataset has changed | writes what is missing |
+| of plain names | none | moving: plain names are this job's | moves what is left |
+| any | the one that the record names | committed | deletes what was replaced |
+| any | another one | lost | ends with an error, and removes nothing |
+
+There were nine before, when an object reserved plain names in buckets, and hard links and a second
+commit gave plain names back on disks:
+
+| reservation | record | manifest | state |
+|---|---|---|---|
+| none | none | none | free |
+| another's | none | none | refused, or written under other names |
+| its own | none | none | written, if it was its own all the time |
+| its own, with `.idx` files | none | none | moving |
+| none | of marked names | as at the start, by its version | written |
+| any | of plain names | its own | committed |
+| none | of marked names | its first | committed: plain names are given back |
+| none | of marked names | its second | given back: marked names are deleted |
+| any | any | another one | lost |
 """
 
 from __future__ import annotations
@@ -20,33 +44,31 @@ from dataclasses import asdict, dataclass, field, replace
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.read.source import Input
 from streammega.convert.work_dir import PUBLISHING, WorkDir
-from streammega.convert.write.destination import Destination, Reservation
+from streammega.convert.write.destination import Destination
 from streammega.convert.write.shards import ShardLayout, ShardRecord
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.provenance import ENDING
-from streammega.errors import AccessDeniedError, ConvertError
+from streammega.errors import ConvertError
 from streammega.storage import open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, link, move_or_copy, sync_names
-from streammega.storage.open import local_path, resolved
+from streammega.storage.object_ops import delete, exists, move_or_copy, sync_names
+from streammega.storage.open import resolved
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.store import create_object, replace_object
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishRecord:
-    """What a conversion publishes, saved before anything appears under a final name.
+    """What a conversion publishes, saved before anything appears under a plain name.
 
     job: its digest. mark: of the names of its shards, "" for plain ones. replaced: the files of the
-    dataset that it replaces. replaced_version: of that dataset's manifest, which may have the same
-    bytes as a new one. manifests: digests of the manifests that it puts, in their order.
+    dataset that it replaces. manifest: the digest of the manifest that it puts.
     """
 
     job: str
     mark: str = ""
     replaced: list[str] = field(default_factory=list)
-    replaced_version: str = ""
-    manifests: list[str] = field(default_factory=list)
+    manifest: str = ""
 
 
 class Publisher:
@@ -60,70 +82,34 @@ class Publisher:
     ) -> None:
         self._destination = destination
         self._storage = destination.storage
-        self._is_remote = destination.is_remote
         self._work_dir = work_dir
         # Origins come before the .idx, which makes a shard readable.
         self._last_endings = (ENDING, ".idx") if has_origins else (".idx",)
         self._has_origins = has_origins
-        self._reservation = Reservation(destination, job)
         self._record = PublishRecord(job=job)
         self._version = ""
         """ETag of the manifest that was there at the start. The commit depends on it."""
         self._is_resumed = False
-        """Whether an earlier run of this conversion was interrupted while it published."""
-        self._is_restored = False
-        """Whether it had given the shards of a local dataset their plain names again."""
-        self._has_tokens = False
-        """Whether tokens under plain names can only be this job's: its reservation never ended."""
+        """Whether an earlier run of this conversion was moving, or had committed."""
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
         """Look at what is there. Raises ConvertError if it would have to be replaced and may not."""
         stored_record = self._work_dir.read_record(PUBLISHING)
-        record = None
-        if stored_record is not None and stored_record.get("job") == self._record.job:
-            record = PublishRecord(**stored_record)
         # Before the manifest is read: after a change in between, the version does not match.
         version = self._destination.manifest_version()
-        if not version:
-            if record is not None and record.mark:
-                record = None  # what it replaces has no manifest, or is gone
-            # Plain names were free when it began, here or on another machine.
-            was_publishing = self._is_remote and self._reservation.is_publishing()
-            self._is_resumed = was_publishing or record is not None
-        elif record is not None and version != record.replaced_version:
-            digest = digest_of_bytes(self._destination.manifest() or b"")
-            self._is_resumed = digest in record.manifests
-            self._is_restored = record.manifests[1:] == [digest]
+        if stored_record is not None and stored_record.get("job") == self._record.job:
+            record = PublishRecord(**stored_record)
+            if version:
+                digest = digest_of_bytes(self._destination.manifest() or b"")
+                self._is_resumed = digest == record.manifest
+            else:
+                self._is_resumed = not record.mark
+            if self._is_resumed:
+                self._record = record
+                self._version = version
         if not self._is_resumed:
             self._note_existing(overwrite=overwrite)
-        elif record is not None:
-            self._record = record
-            self._version = version
-        is_committed = self._is_resumed and bool(version)
-        self._has_tokens = is_committed or (self._is_remote and self._reservation.is_ours())
         self._check_inputs(inputs)
-
-    def reserve(self, *, overwrite: bool) -> None:
-        """Reserve plain names in a bucket, after `check` and before the first document is read.
-
-        Raises ConvertError if another job has them; with `overwrite`, other names are used.
-        """
-        if not self._needs_reservation:
-            return
-        if self._reservation.take():
-            if not self._is_resumed:  # another conversion may have ended since `check`
-                self._note_existing(overwrite=overwrite)
-        elif overwrite:
-            self._record = replace(self._record, mark=self._make_mark(self._version))
-        else:
-            raise ConvertError(self._reservation.conflict() or self._lost_reservation())
-
-    def release(self, *, unless_written: bool = False) -> None:
-        """Free the reserved names. unless_written: not if tokens are there, by which this job can
-        be resumed.
-        """
-        if self._is_remote and not (unless_written and self._has_tokens):
-            self._reservation.release()
 
     def choose_names(self, layout: ShardLayout) -> ShardLayout:
         """The layout with the URLs that its tokens are written to: in a bucket the final ones, else
@@ -132,11 +118,9 @@ class Publisher:
         Raises ConvertError if shards of another dataset are in the way.
         """
         self._check_unchanged()
-        if self._needs_reservation and not self._reservation.take():
-            raise ConvertError(self._lost_reservation())
         if not self._is_resumed:
             self._check_set_without_manifest(layout)
-        if not self._is_remote:
+        if not self._destination.is_remote:
             return replace(layout, targets=list(map(self._work_dir.file, layout.work_names())))
         mark = self._record.mark
         names = self._destination.shard_names(layout.names, mark)
@@ -144,13 +128,37 @@ class Publisher:
         # The mark is part of the digest: shards under other names would have to be written again.
         return replace(layout, targets=targets, digest=layout.digest + mark)
 
-    def missing_shards(self, layout: ShardLayout, shards: Mapping[int, ShardRecord]) -> list[int]:
-        """Written shards with a file that is gone, has another size or may be another job's: a `gc`
-        may have removed it or the reservation. Other shards are written from now on.
+    def missing_shards(
+        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], *, are_put: bool = False
+    ) -> list[int]:
+        """Written shards with a file that is gone or has another size: neither in the work folder,
+        nor where an earlier run has put it.
+
+        are_put: all must be under their final names.
         """
-        may_be_others = self._needs_reservation and not self._has_tokens
-        self._has_tokens = True
-        return list(shards) if may_be_others else self._missing(layout, shards)
+        if not shards:
+            return []
+        suffix = self._destination.suffix
+        names = self._destination.shard_names(layout.names, self._record.mark)
+        files = [
+            (number, ending, size, self._destination.url(names[number] + ending))
+            for number, shard in shards.items()
+            for ending, size in shard.sizes(suffix).items()
+        ]
+        in_work_dir: dict[str, int] = {}
+        if not are_put:
+            in_work_dir = self._work_dir.sizes(f"out-{layout.digest}/")
+        put: dict[str, int] = {}
+        # Others may have files of plain names where nothing says that this job put them.
+        if are_put or self._record.mark or self._is_resumed:
+            put = self._destination.sizes([url for *_, url in files])
+        work_names = layout.work_names()
+        missing = {
+            number
+            for number, ending, size, url in files
+            if put.get(url) != size and in_work_dir.get(work_names[number] + ending) != size
+        }
+        return sorted(missing)
 
     def publish(
         self,
@@ -159,88 +167,60 @@ class Publisher:
         manifest: Manifest,
         progress: ProgressObserver,
     ) -> Manifest:
-        """Put everything under its final name. Returns the manifest that is there in the end.
+        """Put everything under its final name. Returns the manifest with these names.
 
         Nothing is put or removed while a file of a shard is missing. progress: receives the files
         that are put.
         """
         records = dict(enumerate(shards))
-        mark = self._record.mark
-        names = self._destination.shard_names(layout.names, mark)
+        names = self._destination.shard_names(layout.names, self._record.mark)
         named = zip(manifest.shards, names, strict=True)
-        committed = replace(manifest, shards=[replace(shard, name=name) for shard, name in named])
-        restores_names = bool(mark) and not self._is_remote
-        manifests = [committed.to_json(), manifest.to_json()][: 2 if restores_names else 1]
+        manifest = replace(manifest, shards=[replace(shard, name=name) for shard, name in named])
         self._check_unchanged()
         self._check_files(layout, records)
-        if self._is_restored:
-            # An earlier run ended the second switch. Only what was lost since then is put.
-            self._put_files(layout, layout.names, progress)
-            return self._restore_names(layout, records, manifest)
-        if self._needs_reservation and not self._reservation.begin_publishing():
-            # Tokens under plain names may be another job's by now.
-            raise ConvertError(self._lost_reservation())
-        digests = [digest_of_bytes(data) for data in manifests]
-        self._record = replace(self._record, manifests=digests)
+        self._record = replace(self._record, manifest=digest_of_bytes(manifest.to_json()))
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
         self._put_files(layout, names, progress)
-        self._check_files(layout, records, names)
-        self._commit(manifests[0])
+        self._check_files(layout, records, are_put=True)
+        self._commit(manifest.to_json())
         progress.advance(1)
-        endings = (self._destination.suffix, *self._last_endings)
-        kept = {self._destination.url(name + ending) for name in names for ending in endings}
-        replaced = [url for url in self._record.replaced if url not in kept]
+        replaced = self._record.replaced
         if replaced:
             progress.begin("removing what was replaced", len(replaced), " files")
         for url in replaced:
             delete(url, self._storage)
             progress.advance(1)
-        if not restores_names or not self._link(names, layout.names):
-            return committed
-        return self._restore_names(layout, records, manifest)
+        if replaced:
+            # Before the work folder goes: after a power failure nothing would say whose they are.
+            sync_names(self._destination.manifest_url)
+        return manifest
 
     # --- checks ---
 
-    @property
-    def _needs_reservation(self) -> bool:
-        """Whether tokens are written under plain names that others could write too."""
-        return self._is_remote and not self._record.mark
-
     def _note_existing(self, *, overwrite: bool) -> None:
-        """Note what is there: if anything is, shards get a mark.
+        """Note what is there, and choose the names of shards.
 
         Raises ConvertError if something is there, unless `overwrite`.
         """
         if not overwrite:
             self._check_nothing_exists()
-        files, self._version, version = self._destination.find_existing()
-        if version and not overwrite:
+        files, self._version = self._destination.find_existing()
+        if (files or self._version) and not overwrite:
             self._check_nothing_exists()  # it appeared in between
-        self._record = replace(
-            self._record,
-            mark=self._make_mark(version) if version else "",
-            replaced=files,
-            replaced_version=self._version,
-        )
-
-    def _make_mark(self, version: str) -> str:
-        """The same after a kill, another one when another job or another dataset is concerned."""
-        return f"gen{digest_of_bytes(f'{self._record.job} {version}'.encode(), 6)}"
+        mark = ""
+        if self._destination.is_remote or files or self._version:
+            # The same after a kill, another one when another job or another dataset is concerned.
+            mark = f"gen{digest_of_bytes(f'{self._record.job} {self._version}'.encode(), 6)}"
+        self._record = replace(self._record, mark=mark, replaced=files)
 
     def _check_nothing_exists(self) -> None:
         destination = self._destination
-        urls = [destination.index_url, destination.manifest_url]
-        if not self._is_remote or not self._reservation.is_ours():
-            urls.append(destination.tokens_url)
-        for url in urls:
+        for url in (destination.index_url, destination.manifest_url, destination.tokens_url):
             if exists(url, self._storage):
                 raise ConvertError(
                     f"{url}: exists already; choose another output, or pass "
                     f"--overwrite to replace it"
                 )
-        conflict = self._reservation.conflict() if self._is_remote else None
-        if conflict:
-            raise ConvertError(conflict)
 
     def _check_inputs(self, inputs: Sequence[Input]) -> None:
         """Raise ConvertError for an input that the output would replace."""
@@ -283,57 +263,16 @@ class Publisher:
             raise ConvertError(self._published_by_others())
 
     def _check_files(
-        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], names: Sequence[str] = ()
+        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], *, are_put: bool = False
     ) -> None:
-        """Raise ConvertError if files of shards are gone: the manifest would list nothing. names:
-        under which all of them must have been put.
-        """
-        missing = self._missing(layout, shards, names)
+        """Raise ConvertError for `missing_shards`: the manifest would list nothing."""
+        missing = self.missing_shards(layout, shards, are_put=are_put)
         if missing:
-            first = (names or layout.names)[missing[0]]
             raise ConvertError(
-                f"{self._destination.url(first)}: a file of this shard is missing or has the wrong "
-                f"size ({len(missing)} of {len(shards)} shards). Another conversion or 'gc' may have "
+                f"{self._destination.url(layout.names[missing[0]])}: a file of this shard is missing "
+                f"or has the wrong size ({len(missing)} of {len(shards)} shards). 'gc' may have "
                 f"removed it; run the same command again, which writes it again"
             )
-
-    def _missing(
-        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], names: Sequence[str] = ()
-    ) -> list[int]:
-        """Shards with a file that is not there in its size: neither in the work folder nor where an
-        earlier run has put it. names: under which all of them must have been put.
-        """
-        if not shards:
-            return []
-        suffix = self._destination.suffix
-        # Others may have put files of plain names, where no mark and no record says that we did.
-        may_be_put = bool(names or self._record.mark or self._is_resumed)
-        in_work_dir: dict[str, int] = {}
-        if not names:
-            in_work_dir = self._work_dir.sizes(f"out-{layout.digest}/")
-            mark = "" if self._is_restored else self._record.mark
-            names = self._destination.shard_names(layout.names, mark)
-        files = [
-            (number, ending, size, self._destination.url(names[number] + ending))
-            for number, shard in shards.items()
-            for ending, size in shard.sizes(suffix).items()
-        ]
-        put = self._destination.sizes([url for *_, url in files])
-        work_names = layout.work_names()
-        missing = set()
-        for number, ending, size, url in files:
-            is_put = put.get(url) == size and (
-                may_be_put or (self._is_remote and ending == suffix)  # tokens are written there
-            )
-            if not is_put and in_work_dir.get(work_names[number] + ending) != size:
-                missing.add(number)
-        return sorted(missing)
-
-    def _lost_reservation(self) -> str:
-        return (
-            f"{self._destination.prefix}: another conversion reserved it meanwhile; "
-            f"run the same command again when that has ended, or choose another output"
-        )
 
     def _published_by_others(self) -> str:
         return (
@@ -350,31 +289,23 @@ class Publisher:
         """Give the files of shards their final names, those that an earlier run has not moved."""
         # Tokens without an .idx are no dataset, so each .idx comes last.
         moved = self._last_endings
-        if not self._is_remote:  # else they were written there
+        if not self._destination.is_remote:  # else they were written there
             moved = (self._destination.suffix, *moved)
         progress.begin("publishing", len(names) * len(moved) + 1, " files")  # and the manifest
-        if not self._has_origins:
-            self._remove_stale_origins(names)
+        if not self._has_origins and not self._record.mark:
+            # Those of a dataset that was removed by hand would describe these documents.
+            for name in names:
+                delete(self._destination.url(name + ENDING), self._storage)
         for ending in moved:
             for old, new in zip(layout.work_names(), names, strict=True):
                 source = self._work_dir.file(old + ending)
                 move_or_copy(source, self._destination.url(new + ending), self._storage)
                 progress.advance(1)
 
-    def _remove_stale_origins(self, names: Sequence[str]) -> None:
-        """Delete origins whose dataset was removed by hand: they would describe these documents."""
-        urls = {self._destination.url(name + ENDING) for name in names}
-        try:
-            existing = self._destination.sizes(list(urls))
-        except AccessDeniedError:
-            return  # without the right to list, a missing object is refused too
-        for url in urls.intersection(existing):
-            delete(url, self._storage)
-
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""
         url = self._destination.manifest_url
-        if not self._is_remote:
+        if not self._destination.is_remote:
             sync_names(url)
             save_bytes(url, manifest, self._storage)
             return
@@ -388,26 +319,3 @@ class Publisher:
         # It may be this one that is there: the answer to a first try was lost.
         if not is_put and self._destination.manifest() != manifest:
             raise ConvertError(self._published_by_others())
-
-    def _link(self, marked_names: Sequence[str], names: Sequence[str]) -> bool:
-        """Give local shards their plain names too. False on a file system without hard links, where
-        they keep the marked ones.
-        """
-        url = self._destination.url
-        return all(
-            link(local_path(url(marked_name + ending)), local_path(url(name + ending)))
-            for ending in (self._destination.suffix, *self._last_endings)
-            for marked_name, name in zip(marked_names, names, strict=True)
-        )
-
-    def _restore_names(
-        self, layout: ShardLayout, shards: Mapping[int, ShardRecord], manifest: Manifest
-    ) -> Manifest:
-        """Switch to the plain names, which all files have, and delete the marked ones."""
-        self._check_files(layout, shards, layout.names)
-        self._commit(manifest.to_json())
-        # Each `.idx` first: tokens without one are no dataset.
-        for ending in (".idx", self._destination.suffix, ENDING):
-            for name in self._destination.shard_names(layout.names, self._record.mark):
-                delete(self._destination.url(name + ending), self._storage)
-        return manifest

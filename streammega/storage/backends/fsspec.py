@@ -33,7 +33,7 @@ from streammega.storage.answers import shares_answers
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
-from streammega.storage.etags import check_version
+from streammega.storage.etags import check_version, modified_of_info
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
     CLOCK_DIFFERS,
@@ -237,7 +237,10 @@ class FsspecStore(RemoteStore):
                     listed.append(self.info(key))
                     continue
                 etag = spell_etag(_etag_of(meta))
-                listed.append(ObjectInfo(key=key, size=int(meta["size"]), etag=etag))
+                written = modified_of_info(meta)
+                listed.append(
+                    ObjectInfo(key=key, size=int(meta["size"]), etag=etag, modified=written)
+                )
         return sorted(listed, key=lambda info: info.key)
 
     def open_writer(self, key: str) -> ObjectWriter:
