@@ -265,8 +265,11 @@ def _small_datasets(
     small = []
     num_datasets = len(steps.samples.files) if order is None else len(order.datasets)
     shares = np.zeros(num_datasets)
-    columns = segment.dataset_numbers if order is None else np.arange(num_datasets)
-    shares[columns] = segment.shares
+    if order is None:
+        shares[segment.dataset_numbers] = segment.shares
+    else:  # divided by the largest first: the sum of huge weights would be infinite
+        weights = np.array(order.weights) / max(order.weights)
+        shares[:] = weights / weights.sum()
     num_samples = math.inf if steps.num_samples is None else steps.num_samples - start
     for dataset in range(num_datasets):
         if order is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_a_verdict_on_default_sizes_says_so(web: str, measure: Any) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "tuning", "words"),
     [
-        ({"latency": 0.1}, {"max_in_flight_bytes": 1 << 16}, "a request took 10"),
+        ({"latency": 0.1}, {"max_in_flight_bytes": 1 << 16}, r"a request took 1\d\d ms"),
         ({"bandwidth": 200_000}, {}, "storage is the limit: it gave "),
     ],
 )
@@ -137,7 +138,7 @@ def test_what_makes_it_slow_is_named(
         need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "64")
         code, report = measure("s3://data/web", *need, **options)
     assert code == 1
-    assert words in " ".join(report["advice"])
+    assert re.search(words, " ".join(report["advice"]))
 
 
 @pytest.mark.guarantee("bench-tries-advice")

@@ -112,8 +112,8 @@ def by_megatron(prefix: Path, texts: list[str]) -> list[bytes]:
 
 
 def converted(item: str, out: Path, **options: Any) -> list[bytes]:
-    convert_bytes(out, item, overwrite=True, **options)
-    return [Path(f"{out}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+    (shard,) = convert_bytes(out, item, overwrite=True, **options).shard_prefixes
+    return [Path(f"{shard}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
 def piped(data: bytes) -> str:
