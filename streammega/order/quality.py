@@ -6,6 +6,7 @@ end to end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +135,9 @@ def _windows(values: Places, length: int) -> Places:
 PLACE_BYTES = 1 << 18
 """Bytes of a place of a dataset in `place_shares`: a block's at most, by default."""
 MIN_DRAWS = 64
-"""A dataset with fewer samples in the stretch is not judged: chance would decide."""
+"""Fewer samples in a stretch are not judged: chance would decide."""
+MIN_OWN_DRAWS = 512
+"""Datasets with fewer are judged together: by chance, the lowest of hundreds would be low."""
 
 
 def place_shares(
@@ -142,29 +145,52 @@ def place_shares(
     dataset: NDArray[np.int64],
     sizes: NDArray[np.int64],
     samples_of_place: NDArray[np.int64],
-    window: int,
+    windows: Sequence[int],
 ) -> NDArray[np.float64]:
     """Distinct places in windows of consecutive samples, divided by those of a full shuffle of each
-    dataset, epoch after epoch. float64 [datasets]; nan for a dataset with too few samples.
+    dataset, epoch after epoch. float64 [windows, datasets]; nan for a dataset with too few samples.
 
     Args:
         samples: which sample of its dataset each is, int64 [samples].
         dataset: the dataset of each.
         sizes: samples of an epoch of each dataset; samples_of_place: those of a place.
-        window: samples; where there are fewer, one window has them all.
+        windows: lengths in samples; of fewer samples one window has them all.
     """
     rng = np.random.default_rng(0)
-    windows = np.arange(len(samples)) // window
-    is_whole = windows < max(1, len(samples) // window)
-    shares = np.full(len(sizes), np.nan)
-    for number in np.flatnonzero(np.bincount(dataset[is_whole]) >= MIN_DRAWS).tolist():
-        chosen = np.flatnonzero(is_whole & (dataset == number))
-        shuffled = _full_shuffle(int(sizes[number]), len(chosen), rng)
-        counts = [
-            len(np.unique(windows[chosen] << 40 | places // samples_of_place[number]))
-            for places in (samples[chosen], shuffled)
-        ]
-        shares[number] = counts[0] / counts[1]
+    shuffled = np.empty_like(samples)
+    by_dataset = np.argsort(dataset, kind="stable")
+    numbers, firsts = np.unique(dataset[by_dataset], return_index=True)
+    for number, drawn in zip(numbers.tolist(), np.split(by_dataset, firsts[1:]), strict=True):
+        shuffled[drawn] = _full_shuffle(int(sizes[number]), len(drawn), rng)
+    of_place = samples_of_place[dataset]
+    orders = np.stack((samples // of_place, shuffled // of_place))
+    return np.stack([_shares_of(orders, dataset, len(sizes), window) for window in windows])
+
+
+def _shares_of(
+    places: Places, dataset: NDArray[np.int64], num_datasets: int, window: int
+) -> NDArray[np.float64]:
+    """The shares in windows of one length. places: of the samples and of a full shuffle, int64 [2,
+    samples].
+    """
+    number = np.arange(len(dataset)) // window
+    is_whole = number < max(1, len(dataset) // window)
+    dataset = dataset[is_whole]
+    draws = np.bincount(dataset, minlength=num_datasets)
+    stretch = (number[is_whole] * num_datasets + dataset) << 40
+    distinct = [
+        np.bincount(
+            (np.unique(stretch | row[is_whole]) >> 40) % num_datasets, minlength=num_datasets
+        )
+        for row in places
+    ]
+    counts = np.stack(distinct).astype(np.float64)
+    has_few = draws < MIN_OWN_DRAWS
+    counts[:, has_few] = counts[:, has_few].sum(axis=1, keepdims=True)
+    draws[has_few & (draws > 0)] = draws[has_few].sum()
+    is_judged = draws >= MIN_DRAWS
+    shares = np.full(num_datasets, np.nan)
+    shares[is_judged] = counts[0, is_judged] / counts[1, is_judged]
     return shares
 
 

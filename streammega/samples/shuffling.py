@@ -17,13 +17,17 @@ WINDOW_STEPS = 32
 """Global batches over which the drift of domain shares is measured."""
 
 GOOD_SHARE = 0.9
+"""From so many of a full shuffle's places on, batches are mixed well: chance takes some of the rest."""
 FAIR_SHARE = 0.7
+"""Below, a loader warns: losses of such orders were worse (docs/orders-measured.md)."""
 MIXED_BATCHES = 8
 """A good shuffle also mixes batches that follow each other."""
 MIXED_LANES = 512
 """Samples that large datasets take from as many places: what the lanes have at least, by default."""
-MIXED_SAMPLES = (1 << 14, 1 << 15)
-"""Samples that are looked at: so many that a source of a hundredth is judged, and at most."""
+MIN_MIXED_SAMPLES = 1 << 14
+"""Samples that are looked at, so that a source of a hundredth is judged."""
+MAX_MIXED_SAMPLES = 1 << 15
+"""Larger batches are judged by a part: a loader looks before its first batch."""
 FIGURES = {
     "distance_entropy": "entropy of distances between consecutive samples (bits)",
     "places_per_256": "distinct places among 256 samples",
@@ -81,7 +85,8 @@ def _file_starts(segment: SegmentSource) -> tuple[list[NDArray[np.int64]], int]:
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
     """How well consecutive batches are mixed: distinct places of 256 KiB that they come from, divided
-    by a full shuffle's. Each figure is of the dataset with the lowest. None: too few samples.
+    by a full shuffle's. Each figure is of the dataset with the lowest; those with few samples are
+    judged together. None: too few samples.
 
     one_batch, eight_batches: by global batches. share: the smaller of them, for the verdict. Of
     datasets with more blocks than lanes it has windows of at most 512 samples: more take from few
@@ -113,8 +118,8 @@ class Mixing:
 def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int) -> Mixing:
     """How well batches are mixed from a sample on. No token is read."""
     config = segment.config
-    min_samples, max_samples = MIXED_SAMPLES
-    samples = min(max(4 * MIXED_BATCHES * global_batch_size, min_samples), max_samples)
+    samples = max(4 * MIXED_BATCHES * global_batch_size, MIN_MIXED_SAMPLES)
+    samples = min(samples, MAX_MIXED_SAMPLES)
     end = first_sample + samples
     if segment.num_samples is not None:
         end = min(end, segment.num_samples)
@@ -137,16 +142,17 @@ def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int)
     sample_bytes = config.sequence_length * itemsizes
     of_place = np.maximum(PLACE_BYTES // sample_bytes, 1)
 
-    def shares(window: int) -> NDArray[np.float64]:
-        return place_shares(within, column_of_number[number], sizes, of_place, window)
-
-    one = shares(global_batch_size)
-    eight = shares(MIXED_BATCHES * global_batch_size)
+    eight_batches = MIXED_BATCHES * global_batch_size
+    windows = [
+        global_batch_size,
+        eight_batches,
+        max(global_batch_size, min(eight_batches, MIXED_LANES)),
+    ]
+    one, eight, of_lanes = place_shares(within, column_of_number[number], sizes, of_place, windows)
     judged = np.fmin(one, eight)
     if order is not None:
         is_large = sizes * sample_bytes >= order.lanes * order.shuffle_block_bytes
-        window = max(global_batch_size, min(MIXED_BATCHES * global_batch_size, MIXED_LANES))
-        judged[is_large] = np.fmin(one, shares(window))[is_large]
+        judged[is_large] = np.fmin(one, of_lanes)[is_large]
     lowest = None if np.isnan(judged).all() else int(np.nanargmin(judged))
     return Mixing(
         share=None if lowest is None else float(judged[lowest]),
@@ -165,9 +171,8 @@ def mixing_advice(segment: SegmentSource, global_batch_size: int) -> str:
     order = segment.order
     if order is None:
         return 'set order to "stream" or "megatron", which shuffle'
-    enough = max(default_lanes(global_batch_size, None), 2 * order.lanes)
-    if order.lanes < MIXED_LANES:
-        enough = default_lanes(global_batch_size, None)
+    has_few = order.lanes < MIXED_LANES
+    enough = default_lanes(global_batch_size, None) if has_few else 2 * order.lanes
     return (
         f"set shuffle_lanes to {enough} or more instead of {order.lanes}, before the run or in a phase: "
         "it is another order"

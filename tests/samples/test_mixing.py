@@ -34,7 +34,7 @@ def mixing(blend: Any, *, length: int, batch: int, **settings: Any) -> tuple[Mix
 def shares_of(samples: Any, *, size: int, of_place: int, window: int) -> float:
     dataset = np.zeros(len(samples), np.int64)
     sizes, places = np.array([size]), np.array([of_place])
-    return float(place_shares(np.asarray(samples), dataset, sizes, places, window)[0])
+    return float(place_shares(np.asarray(samples), dataset, sizes, places, [window])[0, 0])
 
 
 def test_a_full_shuffle_has_a_share_of_one_and_neighbours_a_small_one() -> None:
@@ -94,6 +94,17 @@ def test_short_shards_are_a_full_shuffle_too(tmp_path: Path) -> None:
     for number in range(600):
         write_dataset(tmp_path / f"s{number:03}", [np.full(3900, 1)])
     found, _ = mixing(f"{tmp_path}/", length=2048, batch=64)
+    assert found.verdict == "good", found
+
+
+@pytest.mark.guarantee("mixing-verdict")
+def test_the_lowest_of_many_small_sources_is_not_low_by_chance() -> None:
+    blend = [
+        word
+        for seed in range(300)
+        for word in ("1", f"mock://tokens=2000000,length=1000,seed={seed}")
+    ]
+    found, _ = mixing(blend, length=512, batch=1024)
     assert found.verdict == "good", found
 
 

@@ -89,12 +89,9 @@ def mixing(tokens: int, length: int, batch: int, share: float) -> Mixed | None:
     dataset = found.dataset.astype(np.int64)
     place_samples = max(PLACE_BYTES // (2 * length), 1)
     sizes = np.array([dataset.tokens for dataset in order.datasets]) // length
-    one, eight = (
-        place_shares(
-            found.start // length, dataset, sizes, np.full(len(sizes), place_samples), window
-        )[0]
-        for window in (batch, 8 * batch)
-    )
+    of_place = np.full(len(sizes), place_samples)
+    shares = place_shares(found.start // length, dataset, sizes, of_place, (batch, 8 * batch))
+    one, eight = shares[:, 0]
     few_blocks = samples * length * 2 < order.lanes * order.shuffle_block_bytes
     return Mixed(few_blocks, float(one), float(eight), uses(order, samples) if share == 1 else None)
 
