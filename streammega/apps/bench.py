@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
+from streammega.cli.options import (
+    RUN_SUFFIX,
+    AsJson,
+    StorageFile,
+    StorageOption,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, StreammegaError
 
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
     from streammega import DataConfig, StreamLoader
     from streammega.cli.progress import ProgressDisplay
 
-RUN = ".toml"
 ACCEPTED_SHARE = 0.001
 """The share of the time that a run may wait for data."""
 FULL_SPEED_WAITS = 0.2
@@ -28,8 +34,6 @@ FULL_SPEED_WAITS = 0.2
 HIGH_AMPLIFICATION = 1.3
 SMALL_REQUEST_BYTES = 12 << 10
 """A sample of 4,096 tokens has 8 KiB."""
-BLOCK_BYTES = 256 << 10
-"""The largest block by default."""
 HELPS = 1.2
 """How many times as fast a change has to be, to be advised: less may be chance."""
 TRIAL_SHARE = 0.25
@@ -98,7 +102,7 @@ def bench(
         "--storage-file": storage_file,
     }
     per_gpu = tokens_per_second_per_gpu or 0.0
-    if blend[0].endswith(RUN):
+    if blend[0].endswith(RUN_SUFFIX):
         for name, value in options.items():
             if value is not None:
                 raise ConfigError(
@@ -201,6 +205,7 @@ def measure(setup: Setup, seconds: float, progress: ProgressDisplay) -> Iterator
 
 
 def _loader(setup: Setup, data: DataConfig, seconds: float) -> StreamLoader:
+    """A loader of the data, or of the data with a change, as rank 0."""
     from streammega import StreamLoader
 
     storage = data.storage
@@ -219,7 +224,10 @@ def _loader(setup: Setup, data: DataConfig, seconds: float) -> StreamLoader:
 def try_changes(
     report: Report, setup: Setup, seconds: float, progress: ProgressDisplay
 ) -> list[Report]:
-    """Measure what the figures say may help: new loaders with each change, between two without."""
+    """Measure what the figures say may help: new loaders with each change, between two without.
+
+    A change that ends in an error helps nothing.
+    """
     is_met = bool(report["need"] and report["need"]["is_met"])
     figures = report["full_speed"]
     changes = [] if is_met or figures["throttled"] else possible_changes(figures, setup)
@@ -230,14 +238,17 @@ def try_changes(
     for change in (unchanged, *changes, unchanged):
         progress.begin(f"trying {change.name}")
         try:
-            loader = _loader(setup, replace(setup.data, **change.settings), seconds)
-        except ConfigError:  # what this data or run cannot have
+            with _loader(setup, replace(setup.data, **change.settings), seconds) as loader:
+                next(loader, None)
+                tokens = report["tokens_of_a_batch"]
+                *_, last = _read(loader, tokens, 0.0, TRIAL_SHARE * seconds, progress)
+        except StreammegaError:
+            if not change.settings:
+                raise
             continue
-        with loader:
-            next(loader, None)
-            tokens = report["tokens_of_a_batch"]
-            *_, last = _read(loader, tokens, 0.0, TRIAL_SHARE * seconds, progress)
         rates[change.name] = max(last["tokens_per_second"], rates.get(change.name, 0.0))
+    if not rates[unchanged.name]:  # no batch came in time
+        return []
     return [
         {
             "change": change.name,
@@ -273,13 +284,16 @@ def possible_changes(figures: Report, setup: Setup) -> list[Change]:
         settings = {"storage": storage.changed(max_concurrent_requests=more)}
         changes.append(Change(f"max_concurrent_requests={more}", words, settings))
     mean_bytes = figures["fetched_bytes"] / max(figures["requests"], 1)
-    if figures["requests"] and mean_bytes < SMALL_REQUEST_BYTES and ORDERS[data.order].has_lanes:
-        larger = 4 * (data.shuffle_block_bytes or BLOCK_BYTES)
+    are_small = 0 < mean_bytes < SMALL_REQUEST_BYTES
+    if are_small and data.shuffle_block_bytes:
+        larger = 4 * data.shuffle_block_bytes
         words = f"set shuffle_block_bytes to {larger:,} before the run, which is another order"
-        settings = {"shuffle_block_bytes": larger}
-        changes.append(Change(f"shuffle_block_bytes={larger}", words, settings))
-    if figures["amplification"] > HIGH_AMPLIFICATION:
-        more = 2 * storage.memory_bytes
+        changes.append(
+            Change(f"shuffle_block_bytes={larger}", words, {"shuffle_block_bytes": larger})
+        )
+    # without room for blocks, samples are requests of their own
+    if are_small or figures["amplification"] > HIGH_AMPLIFICATION:
+        more = 4 * storage.memory_bytes
         words = f"raise memory_bytes from {storage.memory_bytes:,} to {more:,}"
         settings = {"storage": storage.changed(memory_bytes=more)}
         changes.append(Change(f"memory_bytes={more}", words, settings))

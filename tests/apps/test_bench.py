@@ -16,6 +16,7 @@ from streammega import StreamLoader
 from streammega.apps import bench as app
 from streammega.cli.main import main
 from streammega.cli.options import storage_config
+from streammega.errors import EndpointError
 from tests.support.builders import write_dataset, write_run_file
 from tests.support.servers import KEY, SECRET
 from tools.bench.object_server import Running, running
@@ -161,7 +162,7 @@ def test_a_change_that_helps_is_advised_with_what_it_gave(
 def test_a_change_that_does_not_help_is_not_advised(
     web: str, tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lanes share the samples of so little data: no size of blocks makes its requests larger."""
+    """Lanes share the samples of so little data: no memory makes its requests larger."""
     keep_nothing(monkeypatch, max_in_flight_bytes=1 << 16)
     monkeypatch.setattr(app, "SMALL_REQUEST_BYTES", 1 << 30)  # neighbours are read together
     with running(tmp_path / "root", latency=0.1) as server:
@@ -169,11 +170,41 @@ def test_a_change_that_does_not_help_is_not_advised(
         need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "512")
         code, report = measure("s3://data/web", *need, "--seconds", "4", **options)
     assert code == 1
-    (trial,) = [one for one in report["trials"] if "shuffle_block_bytes" in one["change"]]
+    (trial,) = [one for one in report["trials"] if "memory_bytes" in one["change"]]
     advice = " ".join(report["advice"])
     has_helped = trial["times"] >= app.HELPS  # by what else this machine did meanwhile
-    assert ("set shuffle_block_bytes" in advice) == has_helped, trial
-    assert ("tried, of no help: shuffle_block_bytes=1048576" in advice) != has_helped
+    assert ("raise memory_bytes" in advice) == has_helped, trial
+    assert ("tried, of no help: memory_bytes=4294967296" in advice) != has_helped
+
+
+@pytest.mark.guarantee("bench-tries-advice")
+@pytest.mark.parametrize("fails_at", ["a change", "no change"])
+def test_a_change_that_fails_helps_nothing(
+    fails_at: str, web: str, tmp_path: Path, measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error without a change ends the command, as at full speed."""
+    keep_nothing(monkeypatch)
+    with running(tmp_path / "root", latency=0.1) as server:
+        real = app._loader
+
+        def loader(setup: Any, data: Any, seconds: float) -> Any:
+            loaders.append(data)
+            is_changed = data != setup.data
+            if len(loaders) > 1 and is_changed == (fails_at == "a change"):
+                raise EndpointError("http://store:9000: the endpoint did not answer")
+            return real(setup, data, seconds)
+
+        loaders: list[Any] = []
+        monkeypatch.setattr(app, "_loader", loader)
+        options = {"storage_options": server.storage_options, "max_concurrent_requests": 2}
+        need = ("--tokens-per-second-per-gpu", "1e15", "--sequence-length", "64")
+        code, report = measure("s3://data/web", *need, **options)
+    assert code == 1
+    if fails_at == "a change":
+        assert report["trials"] == []
+        assert "error" not in report
+    else:
+        assert "did not answer" in report["error"]
 
 
 @pytest.mark.guarantee("bench-tries-advice")
