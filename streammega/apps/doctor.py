@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import typer
 
 from streammega.cli.options import (
+    RUN_SUFFIX,
     AsJson,
     Overrides,
     StorageFile,
@@ -24,8 +25,6 @@ from streammega.errors.redaction import redact_urls
 
 if TYPE_CHECKING:
     from streammega import DataConfig
-
-RUN = ".toml"
 
 COUNTS = ("faults", "warnings")
 
@@ -61,7 +60,7 @@ def doctor(
 
     elsewhere: list[str] = []
     index_cache_dir = None
-    if url.endswith(RUN):
+    if url.endswith(RUN_SUFFIX):
         for name, value in (("--storage", storage), ("--storage-file", storage_file)):
             if value is not None:
                 raise ConfigError(
@@ -72,7 +71,9 @@ def doctor(
         settings = data.storage.for_url(url)
         index_cache_dir = data.index_cache_dir
     elif overrides:
-        raise ConfigError(f"{overrides[0]}: settings are for a run's file ({RUN}); leave it out")
+        raise ConfigError(
+            f"{overrides[0]}: settings are for a run's file ({RUN_SUFFIX}); leave it out"
+        )
     else:
         settings = storage_config(storage, storage_file)
     log = logging.getLogger("streammega")

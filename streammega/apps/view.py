@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streammega.cli.options import (
+    RUN_SUFFIX,
     Overrides,
     StorageFile,
     StorageOption,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from streammega.apps.view_pages import Pages
 
-RUN = ".toml"
 ADDRESS = "127.0.0.1"
 HOSTS = [ADDRESS, "localhost"]
 """Names of this machine in requests. Another one is of a page that had its name changed to reach us."""
@@ -73,12 +73,14 @@ def view(
     from streammega.apps.view_data import Dataset, Run
     from streammega.apps.view_pages import Pages
 
-    is_run = where.endswith(RUN)
+    is_run = where.endswith(RUN_SUFFIX)
     for name, value in (("--storage", storage), ("--storage-file", storage_file)):
         if is_run and value is not None:
             raise ConfigError(f"{name}: is for datasets, and {where} is a run's file; leave it out")
     if overrides and not is_run:
-        raise ConfigError(f"{overrides[0]}: settings are for a run's file ({RUN}); leave it out")
+        raise ConfigError(
+            f"{overrides[0]}: settings are for a run's file ({RUN_SUFFIX}); leave it out"
+        )
     with show_progress("opening"):
         if is_run:
             pages = Pages(Run(where, overrides or [], tokenizer))

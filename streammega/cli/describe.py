@@ -9,7 +9,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
+from streammega.cli.options import (
+    RUN_SUFFIX,
+    AsJson,
+    StorageFile,
+    StorageOption,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.plotting import check_plot_name, draw_lengths
 from streammega.cli.render import Report, print_text, show_report
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
     from streammega.convert.documents import RawDocument, Tokens
     from streammega.dataset import IndexedDataset
 
-RUN = ".toml"
 """The ending of a run's file."""
 FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
 SHOWN_CHARACTERS = 200
@@ -60,7 +66,7 @@ def describe(
     For a dataset: counts, dtype, sizes, first tokens and document lengths. For a run: what each
     phase takes from each dataset.
     """
-    if prefix.endswith(RUN):
+    if prefix.endswith(RUN_SUFFIX):
         for name, value in (
             ("--tokenizer", tokenizer),
             ("--plot", plot),
@@ -75,7 +81,7 @@ def describe(
         _describe_run(prefix, last_step, as_json=as_json)
         return
     if last_step is not None:
-        raise ConfigError(f"--last-step needs a run file ({RUN}); {prefix!r} is not one")
+        raise ConfigError(f"--last-step needs a run file ({RUN_SUFFIX}); {prefix!r} is not one")
     _describe_dataset(
         prefix,
         tokenizer,

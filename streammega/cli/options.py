@@ -44,6 +44,8 @@ def complete_from(*choices: Any) -> Callable[[str], list[str]] | None:
     return complete if choices else None
 
 
+RUN_SUFFIX = ".toml"
+"""Ends the name of a run's file."""
 RunFile = Annotated[str, typer.Argument(help="The run's TOML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")

@@ -12,8 +12,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from streammega.cli.describe import RUN
-from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
+from streammega.cli.options import (
+    RUN_SUFFIX,
+    AsJson,
+    StorageFile,
+    StorageOption,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.render import Report, print_text, show_report
 from streammega.config import MAX_SAMPLES, ORDERS, DataConfig
 from streammega.errors import ConfigError
@@ -74,7 +80,7 @@ def order_report(
     For a run's file it measures each phase. It reads no tokens.
     """
     notes = []
-    if blend[0].endswith(RUN):
+    if blend[0].endswith(RUN_SUFFIX):
         _check_of_a_blend(context, blend[0])
         from streammega.cli.trace import open_run
         from streammega.train.config import load_run

@@ -403,6 +403,7 @@ def _without_unlisted(prefixes: list[str], storage: StorageConfig) -> list[str]:
             plain_of[owner].add(prefix)
 
     def unlisted(owner: str) -> set[str]:
+        """The shards with names of a dataset that its manifest does not list."""
         try:
             url = owner + MANIFEST
             manifest = check_counts(read_manifest(url, storage), url)

@@ -25,7 +25,7 @@ from streammega.kernels.stream import (
 )
 
 # compiled with keyed.py 90779475
-# compiled with stream.py 15b39b19
+# compiled with stream.py 2a8d2819
 
 INTERVAL = np.dtype(
     [

@@ -88,7 +88,9 @@ KEY_LONGER_RUNS = 6
 KEY_SHORTER_RUNS = 7
 
 SPREAD_BLOCKS = 4
-"""Lanes next to each other have runs far apart where runs are shorter than so many blocks."""
+"""Lanes next to each other have runs far apart where runs are shorter than so many blocks: of longer
+ones, lanes of a batch are hardly ever both in the block that their runs share.
+"""
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
 _HALF = np.uint64(FRACTION_BITS // 2)

@@ -6,12 +6,12 @@ lanes.
 
 Every epoch cuts a dataset into samples: consecutive tokens of one file, shifted by a keyed offset,
 so that no token is lost in every epoch. Whole samples make blocks, which a keyed bijection
-permutes. The permuted dataset is cut into a run for each lane, rotated by a keyed offset. Where that
-is less than four blocks, lanes next to each other have runs far apart, for neighbouring runs share
-blocks. Where it is few samples, all lanes share one run of single samples. The part of a block in a run is
-contiguous bytes, read in a keyed order. A binary tree of exact fractions says which dataset a lane
-draws from at a row. All of it is arithmetic on (seed, sizes, weights), so any sample can be located
-by itself.
+permutes. The permuted dataset is cut into a run for each lane, rotated by a keyed offset. Where
+that is less than four blocks, lanes next to each other have runs far apart, for neighbouring runs
+share blocks. Where it is few samples, all lanes share one run of single samples. The part of a
+block in a run is contiguous bytes, read in a keyed order. A binary tree of exact fractions says
+which dataset a lane draws from at a row. All of it is arithmetic on (seed, sizes, weights), so any
+sample can be located by itself.
 
 The datasets, weights, sample lengths and lanes of a run may change at some samples. Each such phase
 has a stream order of its own, which continues where the phases before it ended. Rows and lanes

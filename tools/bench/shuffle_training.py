@@ -2,7 +2,7 @@
 """Does the order matter to the loss? The same small GPT on the same tokens in several orders.
 
     .venv/bin/python tools/bench/shuffle_training.py                      # an hour on two cores
-    git worktree add ../before <commit>                                   # of stream order version 1
+    git worktree add ../before 9b5f7156                                   # of stream order version 1
     .venv-bench/bin/python tools/bench/shuffle_training.py --before ../before
 
 Byte-level tokens of Python sources, package after package: long stretches of one kind, the hard case. The
