@@ -178,7 +178,7 @@ def compile_kernels() -> None:
     """Take a batch of a small dataset. The loader's kernels are in numba's cache then, before the ranks
     need them, compiled on a core that has nothing to do yet.
     """
-    from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+    from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
 
     set_log_level("ERROR")  # the conversion says that kernels are compiled
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +192,7 @@ def compile_kernels() -> None:
             num_samples=(8, 2, 0),
             eod_id=0,
             vocab_size=VOCAB_SIZE,
-            index_cache_dir=folder,
+            storage=StorageConfig(cache_dir=folder),
         )
         with StreamLoader(data, micro_batch_size=4, global_batch_size=4) as loader:
             next(iter(loader))

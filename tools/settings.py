@@ -98,7 +98,7 @@ def default_of(item: Field[Any]) -> str:
         return code({"dict": "{}", "list": "[]"}.get(made, f"{made}()"))
     if item.default is MISSING:
         return "must be given"
-    if item.name.endswith("_bytes") and item.default is not None:
+    if item.name.endswith("_bytes") and item.default:
         power = max(power for power in (10, 20, 30) if item.default >= 1 << power)
         return code(f"{item.default >> power} {'KMG'[power // 10 - 1]}iB")
     return code(repr(item.default))

@@ -292,7 +292,6 @@ def soak(hosts: Path | None, cache: Path, minutes: int) -> int:
             shuffle_lanes=8,
             shuffle_block_bytes=64 << 10,
             storage=storage,
-            index_cache_dir=FOLDER / "index",
         )
 
     run = Soak(

@@ -374,6 +374,7 @@ def advice(report: Report, setup: Setup) -> list[str]:
     A change of settings is advised only if it was tried, and helped.
     """
     from streammega.apps.machine import FEWER_REQUESTS, check_disk
+    from streammega.dataset import default_cache_dir
 
     figures = report.get("full_speed")
     if not figures:
@@ -390,9 +391,9 @@ def advice(report: Report, setup: Setup) -> list[str]:
             f"{setup.data.sequence_length:,} tokens: give --sequence-length and --micro-batch-size "
             f"of your run, or its file"
         )
-    if storage.cache_dir:
-        folder = Path(storage.cache_dir)
-        for finding in check_disk("cache_dir", "cache_dir", folder, measures=False):
+    if storage.cache_dir or storage.cache_max_bytes:
+        folder = Path(storage.cache_dir or default_cache_dir())
+        for finding in check_disk(folder, measures=False):
             if finding.status != "ok":
                 lines.append(f"cache_dir: {finding.result}: {finding.remedy}")
     if figures["throttled"]:

@@ -128,11 +128,9 @@ class Examination:
         *,
         may_write: bool,
         seconds: float,
-        index_cache_dir: str | Path | None = None,
     ) -> None:
         self.url = url
         self.config = config
-        self.index_cache_dir = index_cache_dir
         self.deadline = time.monotonic() + seconds
         limit = seconds / 5
         self.quick = config.changed(
@@ -408,10 +406,10 @@ class Examination:
         latency = soonest.median_seconds
         result = f"{milliseconds(latency)} for {size_of(soonest.bytes)}"
         if latency >= FAR_SECONDS and not self.is_local:
-            remedy = "use a bucket near the machines, or cache_dir where bytes are read again"
+            remedy = "use a bucket near the machines, or cache_max_bytes where bytes are read again"
             if self.connect_seconds is not None and self.connect_seconds < latency / 4:
                 result += f", while it connects in {milliseconds(self.connect_seconds)}"
-                remedy = "it is near but answers late: look at its load; or set cache_dir"
+                remedy = "it is near but answers late: look at its load; or set cache_max_bytes"
             yield warning("latency", result, remedy)
         else:
             yield ok("latency", result)
@@ -423,7 +421,9 @@ class Examination:
             f"{best.bytes_per_second / 2e6:,.0f} M tokens/s of 16 bits"
         )
         if best.bytes_per_second < SLOW_BYTES_PER_SECOND:
-            remedy = "zstd shards (convert --format zst) are smaller; cache_dir keeps what is read"
+            remedy = (
+                "zstd shards (convert --format zst) are smaller; cache_max_bytes keeps what is read"
+            )
             yield warning("bandwidth", result, remedy)
         else:
             yield ok("bandwidth", result)
@@ -536,23 +536,21 @@ class Examination:
             yield ok("conditional writes", "conversions and checkpoints are written on conditions")
 
     def check_disks(self) -> Iterator[Finding]:
-        """The disks of local data and of caches."""
+        """The disks of local data and of the cache."""
         if self.is_local:
             disk = file_system_of(self.key)
             how = "of another machine, read by pread" if disk.is_remote else "mapped"
             yield ok("data disk", f"{disk.mount} ({disk.kind}), {how}")
-        if self.config.cache_dir:
-            folder = Path(self.config.cache_dir)
-            for finding in check_disk("cache_dir", "cache_dir", folder, measures=True):
-                if finding.status == "fault":
-                    self.changes["cache_dir"] = None
-                yield finding
         try:
-            folder = Path(self.index_cache_dir or default_cache_dir())
+            folder = Path(self.config.cache_dir or default_cache_dir())
         except CacheError as error:
-            yield fault("index cache", str(error))
+            findings = [fault("cache_dir", str(error))]
         else:
-            yield from check_disk("index cache", "index_cache_dir", folder, measures=False)
+            is_chosen = self.config.cache_dir is not None or self.config.cache_max_bytes > 0
+            findings = list(check_disk(folder, measures=is_chosen))
+        if any(finding.status == "fault" for finding in findings):
+            self.changes |= {"cache_dir": None, "cache_max_bytes": None}
+        yield from findings
 
     def _change_option(self, name: str, value: Mapping[str, Any]) -> None:
         """Recommend a storage option, with the others of its mapping."""
@@ -643,7 +641,7 @@ def recommended_storage(
         if item.name != "storage_options" and value != getattr(defaults, item.name):
             settings[item.name] = str(value) if isinstance(value, Path) else value
     settings |= {name: value for name, value in changes.items() if name != "storage_options"}
-    # None: a setting that is a fault, as a cache_dir that cannot be written
+    # None: settings that are a fault, as a cache_dir that cannot be written
     settings = {name: value for name, value in settings.items() if value is not None}
     options = {**config.storage_options, **changes.get("storage_options", {})}
     public = _public(options)

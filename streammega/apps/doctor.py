@@ -59,7 +59,6 @@ def doctor(
     from streammega.apps.checks import Examination
 
     elsewhere: list[str] = []
-    index_cache_dir = None
     if url.endswith(RUN_SUFFIX):
         for name, value in (("--storage", storage), ("--storage-file", storage_file)):
             if value is not None:
@@ -69,7 +68,6 @@ def doctor(
         data = _data_of(url, overrides or [])
         url, *elsewhere = _first_of_each_bucket(data)
         settings = data.storage.for_url(url)
-        index_cache_dir = data.index_cache_dir
     elif overrides:
         raise ConfigError(
             f"{overrides[0]}: settings are for a run's file ({RUN_SUFFIX}); leave it out"
@@ -80,9 +78,7 @@ def doctor(
     if log.level == logging.WARNING:
         log.setLevel(logging.ERROR)  # the findings say the same
     with show_progress("checking", line_every=5.0) as progress:
-        examination = Examination(
-            url, settings, may_write=write, seconds=seconds, index_cache_dir=index_cache_dir
-        )
+        examination = Examination(url, settings, may_write=write, seconds=seconds)
         examination.run(progress.begin)
         for name in map(redact_urls, elsewhere):
             examination.not_checked.append(f"data elsewhere: `streammega doctor {name}`")

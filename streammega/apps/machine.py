@@ -25,8 +25,8 @@ FEWEST_FILES = 1024
 SPEED_BYTES = 32 * MiB
 """Bytes that are written, for a second at most, to measure a disk."""
 FEWER_REQUESTS = (
-    "run fewer jobs on the bucket, set cache_dir, take larger shuffle_block_bytes before the run, or "
-    "have the limit raised"
+    "run fewer jobs on the bucket, set cache_max_bytes, take larger shuffle_block_bytes before the "
+    "run, or have the limit raised"
 )
 """The remedy where a store refuses requests (429, 503)."""
 PACKAGES = ("torch", "numpy", "numba", "obstore", "fsspec", "s3fs")
@@ -57,8 +57,9 @@ def fault(check: str, result: str, remedy: str = "") -> Finding:
     return Finding(check, "fault", result, remedy)
 
 
-def check_disk(name: str, setting: str, folder: Path, *, measures: bool) -> Iterator[Finding]:
-    """Space, kind and, where wanted, speed of the disk that a setting names."""
+def check_disk(folder: Path, *, measures: bool) -> Iterator[Finding]:
+    """Space, kind and, where wanted, speed of the disk of a cache folder."""
+    name = "cache_dir"
     existing = folder  # or the folder in which it will be made
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent
@@ -68,15 +69,15 @@ def check_disk(name: str, setting: str, folder: Path, *, measures: bool) -> Iter
             raise PermissionError(0, "this user may not write there")
         speed = f", writes {_write_speed(existing) / 1e6:,.0f} MB/s" if measures else ""
     except OSError as error:
-        yield fault(name, f"{folder}: {error.strerror}", f"set {setting} to another folder")
+        yield fault(name, f"{folder}: {error.strerror}", "set cache_dir to another folder")
         return
     disk = file_system_of(str(existing))
     result = f"{folder}: {usage.free / GB:,.1f} GB free, {disk.kind}{speed}"
     # a cache keeps the larger of 1 GiB and a hundredth of its disk free
     if usage.free < max(2 * GiB, usage.total // 50):
-        yield warning(name, result, f"free some space, or set {setting} to a larger disk", 1.01)
+        yield warning(name, result, "free some space, or set cache_dir to a larger disk", 1.01)
     elif disk.is_remote:
-        remedy = f"set {setting} to a local disk: this one is another machine's"
+        remedy = "set cache_dir to a local disk: this one is another machine's"
         yield warning(name, result, remedy)
     else:
         yield ok(name, result)

@@ -180,9 +180,9 @@ def simulate_reads(
     bucket = SimulatedBucket({name: datasets[name] for name in names}, dtype)
     urls = [bucket.url(name) for name in bucket.names]
     blend: Any = urls if weights is None else list(zip(urls, weights, strict=True))
-    config = replace(
-        config, blend=blend, storage=replace(config.storage, cache_dir=None), split="1,0,0"
-    )
+    # No page of the simulated data is kept.
+    storage = replace(config.storage, cache_max_bytes=0)
+    config = replace(config, blend=blend, storage=storage, split="1,0,0")
 
     def open_dataset() -> StreamingDataset:
         return StreamingDataset(

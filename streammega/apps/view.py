@@ -86,7 +86,7 @@ def view(
             pages = Pages(Run(where, overrides or [], tokenizer))
         else:
             settings = storage_config(storage, storage_file, looks_only=True)
-            pages = Pages(Dataset(where, settings, None, tokenizer))
+            pages = Pages(Dataset(where, settings, tokenizer))
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(port))
         token = secrets.token_urlsafe(32)

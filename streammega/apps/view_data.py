@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -127,11 +126,10 @@ class Dataset:
         self,
         prefix: str,
         storage: StorageConfig,
-        cache_dir: str | Path | None,
         tokenizer: str | None,
     ) -> None:
         self.name = redact_urls(prefix)
-        self.indexed = IndexedDataset(prefix, storage=storage, index_cache_dir=cache_dir)
+        self.indexed = IndexedDataset(prefix, storage=storage)
         self.decoder = Decoder(self.indexed.tokenizers, tokenizer)
 
     @property
@@ -327,7 +325,7 @@ class Run:
         """One of its datasets."""
         data = self.config.data
         prefix = self.provenance.datasets[number]
-        return Dataset(prefix, data.storage, data.index_cache_dir, self._tokenizer)
+        return Dataset(prefix, data.storage, self._tokenizer)
 
     def _reader(self, rank: int, ranks: int) -> StreamingDataset:
         """What a rank reads. Raises ConfigError where the ranks do not divide the batches."""

@@ -120,7 +120,9 @@ def gc(
 cache_app = typer.Typer(
     no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir)."
 )
-CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
+CacheFolder = Annotated[
+    str, typer.Argument(help="The folder that cache_dir names, which cache_max_bytes fills.")
+]
 
 
 def cache_ls(folder: CacheFolder, as_json: AsJson = False) -> None:
@@ -195,7 +197,7 @@ def _cache_folder(folder: str) -> Path:
     chunks = local_folder(folder) / "chunks"
     if not chunks.is_dir():
         raise ConfigError(
-            f"{folder}: holds no cache; name the folder that cache_dir named in the run"
+            f"{folder}: holds no cached tokens; name the cache_dir of a run with cache_max_bytes"
         )
     return chunks
 

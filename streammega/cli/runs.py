@@ -170,7 +170,9 @@ def _load(dataset: str) -> None:
     }
     blend = {"blend": ["0.3", dataset, "0.7", dataset]}
     # Read as objects are, and through a cache.
-    remote = StorageConfig(cache_dir=f"{dataset}-cache").tuned(local_io="pread")
+    remote = StorageConfig(cache_dir=f"{dataset}-cache", cache_max_bytes=1 << 30).tuned(
+        local_io="pread"
+    )
     reads = {"storage": remote, "vocab_size": 1000, "exclude_documents": [f"{dataset}#0"]}
     for order, features in ORDERS.items():
         for more in ({}, fields, blend, reads):

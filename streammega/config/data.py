@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated
 
 from streammega.config.blends import Blend, parse_blend
@@ -21,7 +20,7 @@ from streammega.config.phases import (
     excluded_names,
 )
 from streammega.config.storage import StorageConfig, with_prefixes
-from streammega.config.validate import Ge, Le, Lt, check_fields, local_folder, refuse_unknown
+from streammega.config.validate import Ge, Le, Lt, check_fields, refuse_unknown
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 
@@ -259,8 +258,6 @@ class DataConfig(FieldsConfig):
     is NAME#NUMBER of a dataset or shard, or what convert kept by --provenance: an id, or FILE:LINE.
     Lists that begin past the cursor of a run may still be changed: docs/phases.md.
     """
-    index_cache_dir: str | Path | None = None
-    """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     index_publish_url: str | None = None
     """A folder, such as that of the data, that `streammega prepare` fills with built indices for nodes
     to download.
@@ -287,8 +284,6 @@ class DataConfig(FieldsConfig):
         if self.phases:
             check_phases(self.phases, self.order)
         self._check_excluded_documents()
-        if self.index_cache_dir:
-            object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
     def _made_fields(self) -> list[str]:
         made = super()._made_fields()

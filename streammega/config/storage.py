@@ -107,11 +107,11 @@ class StorageConfig:
     slower, and a warning says how many are needed.
     """
     cache_dir: str | Path | None = None
-    """A folder on a local disk that keeps fetched bytes for all processes and runs of this node; None:
-    no cache.
+    """A folder on a local disk that keeps copies of `.idx` files and built orders, for all processes
+    and runs of this node; default ~/.cache/streammega.
     """
-    cache_max_bytes: Annotated[int, Ge(0)] = 64 * 1024 * MiB
-    """Largest size of all files in `cache_dir`.
+    cache_max_bytes: Annotated[int, Ge(0)] = 0
+    """Most bytes of tokens that `cache_dir` keeps too; 0: none.
 
     The larger of 1 GiB and 1 % of its disk stays free, on a small disk a tenth.
     """

@@ -74,7 +74,9 @@ class WorkDir:
             _, path = open_store(prefix, StorageConfig())
             folder, name = os.path.split(path)
             return cls(os.path.join(folder, f".{name}.convert"), storage)
-        return cls(str(cache_folder(None) / "convert" / f"{stem}-{digest}"), storage)
+        # That of this user, whatever `cache_dir` says: all conversions to an output meet there.
+        cache = cache_folder(StorageConfig())
+        return cls(str(cache / "convert" / f"{stem}-{digest}"), storage)
 
     @property
     def is_remote(self) -> bool:

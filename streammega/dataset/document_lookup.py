@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,9 +218,7 @@ def _overlapping(offsets: Integers, begin: int, end: int) -> tuple[int, int]:
     return max(0, bisect_right(offsets, begin) - 1), bisect_left(offsets, end)
 
 
-def open_documents(
-    name: str, storage: StorageConfig, cache_dir: str | Path | None = None
-) -> list[ShardDocuments]:
+def open_documents(name: str, storage: StorageConfig) -> list[ShardDocuments]:
     """The shards of a dataset, in their order. Raises ObjectNotFoundError, FormatError,
     StorageError.
     """
@@ -231,7 +228,7 @@ def open_documents(
         _ = shards[0].index_info  # raises now where there is no dataset
         return [ShardDocuments(shard) for shard in shards]
 
-    return open_resolved([name], storage, cache_dir, open_all)
+    return open_resolved([name], storage, open_all)
 
 
 def _append(runs: list[DocumentRun], run: DocumentRun) -> None:

@@ -89,9 +89,7 @@ _PREFIX = "headers-"
 _DIGITS = 16
 
 
-def read_datasets(
-    names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None = None
-) -> list[list[Shard]]:
+def read_datasets(names: Sequence[str], storage: StorageConfig) -> list[list[Shard]]:
     """Open the shards of datasets by their sizes and headers, and read the tokens that `content_of`
     needs. Raises as `Shard.open` does.
     """
@@ -100,7 +98,7 @@ def read_datasets(
         _open_datasets(datasets, names, storage)
         return datasets
 
-    return open_resolved(names, storage, cache_dir, open_all)
+    return open_resolved(names, storage, open_all)
 
 
 def _open_datasets(
@@ -168,7 +166,7 @@ def _open_many(
 
     names: of the datasets. Raises CacheError for a damaged file.
     """
-    folder = cache_folder(shards[0].cache_dir) / "idx"
+    folder = cache_folder(storage) / "idx"
     built: list[Integers] = []
 
     def build() -> dict[str, NDArray[Any]]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import MiB, StorageConfig, local_folder
+from streammega.config import MiB, StorageConfig
 from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined_index
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.headers import content_digest, end_shards, read_ends
@@ -100,10 +100,10 @@ class IndexedDataset(Sequence["Item"]):
         multimodal: whether sequences come with their modes; None: where the file has them. Or, for
             short, `storage`.
         mmap: map local tokens, or read them; None: read them where another machine serves the
-            file system. Or, for short, `index_cache_dir`.
-        object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
-        storage: credentials, transport and limits.
-        index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
+            file system.
+        object_storage_config: Megatron's; its `path_to_idx_cache` is the `cache_dir` of a `storage`
+            that names none.
+        storage: credentials, transport, limits, and the `cache_dir` of `.idx` copies.
         fast_cache_load, sequences_per_dataset, dtype_code: Megatron's, at their defaults only: an
             `.idx` is always read.
 
@@ -115,12 +115,11 @@ class IndexedDataset(Sequence["Item"]):
         self,
         path_prefix: str = "",
         multimodal: bool | StorageConfig | None = None,
-        mmap: bool | str | Path | None = None,
+        mmap: bool | None = None,
         object_storage_config: Any = None,
         *,
         prefix: str = "",
         storage: StorageConfig | None = None,
-        index_cache_dir: str | Path | None = None,
         fast_cache_load: bool = False,
         sequences_per_dataset: Any = None,
         dtype_code: int | None = None,
@@ -136,27 +135,22 @@ class IndexedDataset(Sequence["Item"]):
                 "IndexedDataset needs the name of a dataset, such as 's3://bucket/web'"
             )
         self.object_storage_config = object_storage_config
-        if isinstance(
-            multimodal, StorageConfig
-        ):  # IndexedDataset(prefix, storage, index_cache_dir)
+        if isinstance(multimodal, StorageConfig):  # IndexedDataset(prefix, storage)
             storage = multimodal
             multimodal = None
-        if isinstance(mmap, (str, Path)):
-            index_cache_dir = mmap
-            mmap = None
         storage = storage or StorageConfig()
         if mmap is not None:
             storage = storage.tuned(local_io="mmap" if mmap else "pread")
         if object_storage_config is not None:
             folder, chunk_bytes = _read_object_storage_config(object_storage_config)
             storage = storage.tuned(cache_chunk_bytes=chunk_bytes)
-            index_cache_dir = index_cache_dir or folder
+            if storage.cache_dir is None:
+                storage = storage.changed(cache_dir=folder)
         self._name = name
         self.prefix = strip_suffix(name)
         self.storage = storage
         self._with_modes = multimodal
-        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else None
-        self.shards: list[str] = open_resolved([name], self.storage, self._cache_dir, self._open)
+        self.shards: list[str] = open_resolved([name], self.storage, self._open)
         """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -233,7 +227,7 @@ class IndexedDataset(Sequence["Item"]):
                 for info, token_bytes in zip(infos, self._sizes, strict=True)
             ]
             return map_joined_index(
-                cache_folder(self._cache_dir) / "idx", urls, versions, self._open_indices
+                cache_folder(self.storage) / "idx", urls, versions, self._open_indices
             )
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None

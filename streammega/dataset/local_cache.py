@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
-from streammega.config import StorageConfig, local_folder
+from streammega.config import StorageConfig
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
@@ -71,11 +71,11 @@ def default_cache_dir() -> Path:
     return user_caches() / "streammega"
 
 
-def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder that a setting names; None: `default_cache_dir()`. Raises CacheError for one that a
-    stranger may have made.
+def cache_folder(storage: StorageConfig) -> Path:
+    """The folder that `cache_dir` names, or else `default_cache_dir()`. Raises CacheError for one that
+    a stranger may have made.
     """
-    folder = local_folder(cache_dir) if cache_dir else default_cache_dir()
+    folder = Path(storage.cache_dir) if storage.cache_dir else default_cache_dir()
     for part in PARTS:
         check_owner((folder / part).absolute())
     return folder
@@ -408,7 +408,6 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 def open_once_per_node(
     names: Sequence[str],
     storage: StorageConfig,
-    cache_dir: str | Path | None,
     open_data: Callable[[], Opened],
 ) -> Opened:
     """What `open_data` opens. Of several processes of this node that open datasets of these names at the
@@ -421,7 +420,7 @@ def open_once_per_node(
     if are_shared():
         return open_data()
     try:
-        folder = cache_folder(cache_dir) / "idx"
+        folder = cache_folder(storage) / "idx"
     except CacheError as error:
         log.debug("%s; datasets are opened without it", error)
         return open_data()
@@ -494,7 +493,7 @@ def node_lock(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
             fcntl.flock(fd, kind)
         except OSError as error:
             raise CacheError(
-                f"{path}: {error.strerror}: its file system has no file locks; set index_cache_dir "
+                f"{path}: {error.strerror}: its file system has no file locks; set cache_dir "
                 "to a local disk"
             ) from None
         yield
@@ -521,14 +520,14 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return CacheError(
             f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder "
-            "writable for all of its users, or set index_cache_dir to another folder (commands: "
+            "writable for all of its users, or set cache_dir to another folder (commands: "
             "XDG_CACHE_HOME)"
         )
     room = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted:
         room = f" ({wanted:,} bytes wanted)"
     return CacheError(
-        f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room "
+        f"{path}: {reason}{room}; free space there, or set cache_dir to a disk with room "
         f"(commands: XDG_CACHE_HOME)"
     )
 

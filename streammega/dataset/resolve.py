@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
@@ -72,7 +71,6 @@ Opened = TypeVar("Opened")
 def open_resolved(
     names: Sequence[str],
     storage: StorageConfig,
-    cache_dir: str | Path | None,
     open_all: Callable[[list[list[Shard]]], Opened],
 ) -> Opened:
     """What `open_all` makes of the shards of datasets.
@@ -86,7 +84,7 @@ def open_resolved(
         is_last = number == MAX_TRIES - 1
         before = None
         try:
-            datasets = resolve(names, storage, cache_dir)
+            datasets = resolve(names, storage)
             before = _state_of(datasets)
             return open_all(datasets)
         except ObjectChangedError:
@@ -97,7 +95,7 @@ def open_resolved(
             forget_answers()
             now = None
             with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
-                now = _state_of(resolve(names, storage, cache_dir))
+                now = _state_of(resolve(names, storage))
             if is_last or now == before:
                 raise
     raise AssertionError("unreachable")
@@ -118,9 +116,7 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     return [shard.name for shard in shards]
 
 
-def resolve(
-    names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None = None
-) -> list[list[Shard]]:
+def resolve(names: Sequence[str], storage: StorageConfig) -> list[list[Shard]]:
     """The shards of datasets, in order, with what listings and manifests say of them.
 
     A manifest (`.json`) means the shards that it lists. A folder (a name ending in /) or a glob means
@@ -130,11 +126,11 @@ def resolve(
     Raises ObjectNotFoundError for a folder or glob without shards, MissingShardsError with some of a
     set missing, FormatError, StorageError.
     """
-    pairs = _list_pairs(names, storage, cache_dir)
+    pairs = _list_pairs(names, storage)
     others = [name for name in dict.fromkeys(names) if name not in pairs]
 
     def resolve_one(name: str) -> list[Shard]:
-        return _resolve_name(name, storage, cache_dir)
+        return _resolve_name(name, storage)
 
     are_local = not any(map(is_remote, others))
     shards = parallel_map(resolve_one, others, MAX_DATASETS, is_local=are_local)
@@ -142,12 +138,12 @@ def resolve(
     return [resolved[name] for name in names]
 
 
-def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | None) -> list[Shard]:
+def _resolve_name(name: str, storage: StorageConfig) -> list[Shard]:
     if name.endswith(".json"):
-        return _shards_of_manifest(read_manifest(name, storage), name, storage, cache_dir)
+        return _shards_of_manifest(read_manifest(name, storage), name, storage)
     matching = _match_remote(name, storage) if is_remote(name) else _match_local(name)
     if matching is None and not name.endswith("/"):
-        return _resolve_prefix(name, storage, cache_dir)
+        return _resolve_prefix(name, storage)
     names, objects = matching or ([], {})
     if not names:
         remedy = "check the path"
@@ -160,15 +156,15 @@ def _resolve_name(name: str, storage: StorageConfig, cache_dir: str | Path | Non
             f"{name}: shards of a set are missing, such as {', '.join(missing)}; copy them again, or "
             "convert again"
         )
-    return _make_shards(names, objects, storage, cache_dir)
+    return _make_shards(names, objects, storage)
 
 
-def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | None) -> list[Shard]:
+def _resolve_prefix(name: str, storage: StorageConfig) -> list[Shard]:
     """The pair that a prefix names, or the shards of the manifest of that name.
 
     The two objects and the manifest are looked up at once: each takes a round trip.
     """
-    pair = Shard(with_suffix(*split_name(name)), storage, cache_dir)
+    pair = Shard(with_suffix(*split_name(name)), storage)
     prefix = strip_suffix(name)
     url = prefix + MANIFEST
     looks: list[Callable[[], Any]] = [
@@ -193,7 +189,7 @@ def _resolve_prefix(name: str, storage: StorageConfig, cache_dir: str | Path | N
     # Shards with a mark have replaced a pair of that name, which is being removed.
     is_replaced = dataset_of_marked(names[0]) == prefix
     if is_replaced or (pair.name == prefix and not is_pair):
-        return _shards_of_manifest(manifest, url, storage, cache_dir)
+        return _shards_of_manifest(manifest, url, storage)
     return [pair]
 
 
@@ -230,7 +226,6 @@ def _make_shards(
     names: Sequence[str],
     objects: Objects,
     storage: StorageConfig,
-    cache_dir: str | Path | None,
     manifest: Manifest | None = None,
 ) -> list[Shard]:
     """Shards by their names. objects: those that were listed. manifest: it lists them.
@@ -249,7 +244,7 @@ def _make_shards(
         opened = None
         if root and version is not None and url.startswith(root):
             opened = (shards[0].store, url[len(root) :])
-        shard = Shard(name, storage, cache_dir, manifest=head, entry=entry, opened=opened)
+        shard = Shard(name, storage, manifest=head, entry=entry, opened=opened)
         shard.version = version
         shard.index_version = objects.get(f"{prefix}.idx")
         # A name may be written in other ways than its key. Such shards are looked up one by one.
@@ -264,9 +259,7 @@ def _without_shards(manifest: Manifest) -> Manifest:
     return replace(manifest, shards=[], origins=None)
 
 
-def _shards_of_manifest(
-    manifest: Manifest, url: str, storage: StorageConfig, cache_dir: str | Path | None
-) -> list[Shard]:
+def _shards_of_manifest(manifest: Manifest, url: str, storage: StorageConfig) -> list[Shard]:
     """All shards of the manifest at `url`, in order, with what a listing says of them."""
     names = shard_names(check_counts(manifest, url), url)
     if not names:
@@ -282,12 +275,10 @@ def _shards_of_manifest(
                     raise
                 log.debug("%s: its folder cannot be listed: shards are looked up", url)
             objects = _if_trusted(names[0], objects, storage)
-    return _make_shards(names, objects, storage, cache_dir, manifest)
+    return _make_shards(names, objects, storage, manifest)
 
 
-def _list_pairs(
-    names: Sequence[str], storage: StorageConfig, cache_dir: str | Path | None
-) -> dict[str, list[Shard]]:
+def _list_pairs(names: Sequence[str], storage: StorageConfig) -> dict[str, list[Shard]]:
     """The names of a blend that are pairs of buckets, as far as listings have them. Empty for a few
     names, and where objects cannot be listed.
 
@@ -304,9 +295,7 @@ def _list_pairs(
         parts = [prefix + SUFFIXES[split_name(name)[1]], f"{prefix}.idx"]
         if all(part in objects for part in parts) and prefix + MANIFEST not in objects:
             pairs.append(name)
-    shards = _make_shards(
-        [with_suffix(*split_name(name)) for name in pairs], objects, storage, cache_dir
-    )
+    shards = _make_shards([with_suffix(*split_name(name)) for name in pairs], objects, storage)
     return {name: [shard] for name, shard in zip(pairs, shards, strict=True)}
 
 

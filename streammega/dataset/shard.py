@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,7 +53,6 @@ class Shard:
 
     Args:
         name: its prefix, or with the suffix of its kind.
-        cache_dir: where copies of remote `.idx` files go; None: `default_cache_dir()`.
         manifest: the manifest that lists it. Its own list of shards is not needed here.
         entry: what that manifest says of this shard.
         opened: the store that serves the tokens, and their key there, where they are known.
@@ -62,7 +60,6 @@ class Shard:
 
     __slots__ = (
         "_view",
-        "cache_dir",
         "dtype",
         "ends",
         "entry",
@@ -87,7 +84,6 @@ class Shard:
         self,
         name: str,
         storage: StorageConfig,
-        cache_dir: str | Path | None = None,
         *,
         manifest: Manifest | None = None,
         entry: ShardEntry | None = None,
@@ -95,7 +91,6 @@ class Shard:
     ) -> None:
         self.name = name
         self.storage = storage
-        self.cache_dir = cache_dir
         self.manifest = manifest
         self.entry = entry
         self.prefix, self.kind = split_name(name)
@@ -356,7 +351,7 @@ class Shard:
         info = self.index_info
         if self.store.is_local:
             return self.store.view(info.key, info.etag)
-        folder = cache_folder(self.cache_dir)
+        folder = cache_folder(self.storage)
         return map_local_copy(self.store, info, folder, self.storage.tuning.max_request_bytes)
 
     def arrays(self) -> IndexArrays:
@@ -370,7 +365,7 @@ class Shard:
         return arrays
 
     def _has_copy(self) -> bool:
-        folder = cache_folder(self.cache_dir)
+        folder = cache_folder(self.storage)
         return cached_copy(self.store, self.index_info, folder).exists()
 
     def checked_arrays(self, token_bytes: int) -> IndexArrays:

@@ -88,8 +88,7 @@ def data_config(
         mid_level_dataset_surplus=getattr(
             args, "mid_level_dataset_surplus", DataConfig.mid_level_dataset_surplus
         ),
-        index_cache_dir=getattr(args, "data_cache_path", None),
-        storage=storage,
+        storage=with_cache_folder(storage, getattr(args, "data_cache_path", None)),
         **field_settings(
             args,
             tokenizer,
@@ -98,6 +97,11 @@ def data_config(
         ),
         **options,
     )
+
+
+def with_cache_folder(storage: StorageConfig, folder: str | None) -> StorageConfig:
+    """The settings with Megatron's folder of caches, if it has one and they name none."""
+    return storage.changed(cache_dir=folder) if folder and not storage.cache_dir else storage
 
 
 def field_settings(

@@ -19,7 +19,7 @@ from streammega.config import DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import class_on_demand, import_framework
-from streammega.integrations.megatron_arguments import field_settings
+from streammega.integrations.megatron_arguments import field_settings, with_cache_folder
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
 
@@ -40,8 +40,7 @@ def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConf
         sequence_length=config.sequence_length,
         add_extra_token=bool(config.add_extra_token_to_sequence),
         drop_last_partial_validation_sequence=bool(config.drop_last_partial_validation_sequence),
-        index_cache_dir=_cache_folder(config),
-        storage=storage,
+        storage=_with_cache_folder(storage, config),
         **field_settings(
             config,
             config.tokenizer,
@@ -51,10 +50,9 @@ def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConf
     )
 
 
-def _cache_folder(config: Any) -> str | None:
-    """Where Megatron keeps indices, or `.idx` files of buckets; None: it names neither."""
-    folder: str | None = config.path_to_cache or config.object_storage_cache_path
-    return folder
+def _with_cache_folder(storage: StorageConfig, config: Any) -> StorageConfig:
+    """Indices and `.idx` files of buckets are kept where Megatron keeps one or the other."""
+    return with_cache_folder(storage, config.path_to_cache or config.object_storage_cache_path)
 
 
 class StreamGPTSamples:
@@ -64,7 +62,8 @@ class StreamGPTSamples:
     `dataset[k]` is {"tokens", "labels", "loss_mask", "position_ids"} [S] and what the config
     asks for; `dataset[None]` is padding for a batch, without loss. Anything of the data may be
     a URL; indices are built once per node, in `path_to_cache` of the config. To set how bytes
-    are fetched, derive a class with a `storage` of its own.
+    are fetched, derive a class with a `storage` of its own; a `cache_dir` of it comes before
+    `path_to_cache`, and no tokens are kept.
 
     Args: Megatron's: the open data, its path, the split's sequences (None: all), samples asked
     (None: one epoch), the split, a GPTDatasetConfig. Raises ConfigError, StorageError,
@@ -104,9 +103,7 @@ class StreamGPTSamples:
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: Any) -> IndexedDataset:
         """The open pair, or folder of pairs, of a prefix or URL."""
-        return IndexedDataset(
-            dataset_path, storage=cls.storage, index_cache_dir=_cache_folder(config)
-        )
+        return IndexedDataset(dataset_path, storage=_with_cache_folder(cls.storage, config))
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:

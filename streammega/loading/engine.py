@@ -190,7 +190,7 @@ class Engine:
         self._thread = thread
         _live.add(self)
         thread.start()
-        if self._plan.is_scattered and self._storage.cache_dir is not None:
+        if self._plan.is_scattered and self._storage.cache_max_bytes:
             stager = Stager(self._plan.files, self._storage)
             self._stager = stager
             self.stats.stager = stager

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS
+from streammega.dataset.local_cache import cache_folder
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.addresses import address_of
 from streammega.loading.memory_plan import (
@@ -36,9 +37,13 @@ from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.etags import warn_unversioned
 from streammega.storage.fetch.flow_control import NEAR_BYTES
 from streammega.storage.open import is_remote
+from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
+NO_TOKENS_KEPT = (
+    "%s: keeps copies of .idx files and built orders; set cache_max_bytes too for it to keep tokens"
+)
 SMALL_REQUEST = 64 << 10
 """Requests of fewer bytes cost more than their bytes."""
 
@@ -97,14 +102,18 @@ def plan_reading(
     config = steps.config
     storage = config.storage
     files = all_files(steps.samples.files)
-    if storage.cache_dir is not None:
+    if storage.cache_max_bytes:
         cache = PageCache(
-            storage.cache_dir,
+            cache_folder(storage),
             storage.cache_max_bytes,
             storage.tuning.cache_chunk_bytes,
             storage.request_timeout,
         )
         files = [_cached(file, cache) for file in files]
+    elif storage.cache_dir is not None and not all(file.store.is_local for file in files):
+        warn_once(
+            log, str(storage.cache_dir), NO_TOKENS_KEPT, storage.cache_dir, level=logging.INFO
+        )
     table = _table_of(files, steps)
     dtype = np.result_type(*(file.dtype for file in files))
     small = _small_datasets(steps, table, start, storage.tuning.resident_bytes)

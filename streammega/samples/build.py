@@ -100,7 +100,7 @@ def _open_all(
     missing = [prefix for prefix in dict.fromkeys(prefixes) if prefix not in opened]
     at_once = min(MAX_OPENERS, config.storage.max_concurrent_requests)
     datasets = parallel_map(
-        lambda prefix: IndexedDataset(prefix, config.storage, config.index_cache_dir),
+        lambda prefix: IndexedDataset(prefix, config.storage),
         missing,
         at_once,
     )

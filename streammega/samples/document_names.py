@@ -60,7 +60,7 @@ class DocumentNames:
         if dataset not in self._opened:
             config = self._config
             prefix = self.prefixes[dataset]
-            self._opened[dataset] = open_documents(prefix, config.storage, config.index_cache_dir)
+            self._opened[dataset] = open_documents(prefix, config.storage)
         return self._opened[dataset]
 
     @cached_property

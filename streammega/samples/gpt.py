@@ -54,7 +54,7 @@ INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 def order_dir(config: DataConfig) -> Path:
     """Where this node keeps the arrays of orders that were built."""
-    return cache_folder(config.index_cache_dir) / "order"
+    return cache_folder(config.storage) / "order"
 
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:
@@ -106,7 +106,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
 
     `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape
     [S]; `dataset[None]` is padding for a batch: the tokens of sample 0 without loss. The three
-    indices are built once per node and memory-mapped from `index_cache_dir` afterwards.
+    indices are built once per node and memory-mapped from `cache_dir` afterwards.
 
     Args:
         indexed: the open pair.

@@ -60,7 +60,7 @@ def open_datasets(
     needs_tokenizers = compares_tokenizers or config.vocab_size is not None
 
     def open_all() -> list[OpenDataset]:
-        shards_of = read_datasets(prefixes, config.storage, config.index_cache_dir)
+        shards_of = read_datasets(prefixes, config.storage)
 
         def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
             name, shards = dataset
@@ -81,7 +81,7 @@ def open_datasets(
 
     # For fewer, a file costs more than it saves.
     if sum(map(is_remote, prefixes)) > MAX_LOOKED_UP:
-        opened = open_once_per_node(prefixes, config.storage, config.index_cache_dir, open_all)
+        opened = open_once_per_node(prefixes, config.storage, open_all)
     else:
         opened = open_all()
     if compares_tokenizers:

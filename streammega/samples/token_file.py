@@ -113,7 +113,7 @@ def tokenizer_origin(name: str, config: DataConfig) -> str:
     labels: set[TokenizerLabel] = set()
     with suppress(StreammegaError):
         storage = replace(config.storage, retry_timeout=5)
-        (shards,) = read_datasets([name], storage, config.index_cache_dir)
+        (shards,) = read_datasets([name], storage)
         labels = tokenizers_of(shards, name)
     if not labels:
         return f"{name}, whose tokenizer no manifest names"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from streammega.config import StorageConfig
-from streammega.config.validate import with_home
+from streammega.config.validate import settings_of, with_home
 from streammega.errors import ConfigError
 from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore
@@ -30,6 +30,12 @@ _lock = process_lock()
 _latest_digest: tuple[StorageConfig | None, dict[Any, Any], bytes] = (None, {}, b"")
 """(config, environment, digest of both) of the store that was opened last."""
 _registered: dict[str, Callable[[], Store]] = {}
+_CLIENT_SETTINGS = [
+    item.name
+    for item in settings_of(StorageConfig)
+    if item.name not in ("storage_options", "cache_dir", "cache_max_bytes")
+]
+"""Settings by which stores are told apart, besides the options. No store knows of a cache."""
 _LAZY_SCHEMES = {"mock": "streammega.dataset.mock"}
 """Schemes whose module registers itself, and is imported when one is first used.
 
@@ -237,9 +243,9 @@ def settings_digest(config: StorageConfig) -> bytes:
         latest_environment = dict(environment)
         variables = ((os.fsdecode(name), value) for name, value in latest_environment.items())
         read = sorted(pair for pair in variables if pair[0].upper().startswith(_CLIENT_ENVIRONMENT))
-        # The text of a config leaves its tuning and options out.
         options = sorted(config.storage_options.items(), key=str)
-        digest = hashlib.blake2b(repr((config, config.tuning, options, read)).encode()).digest()
+        others = [getattr(config, name) for name in _CLIENT_SETTINGS]
+        digest = hashlib.blake2b(repr((others, config.tuning, options, read)).encode()).digest()
         _latest_digest = (config, latest_environment, digest)
     return digest
 

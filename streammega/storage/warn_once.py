@@ -1,4 +1,4 @@
-"""Warnings that are logged once, or once in a while, for each key."""
+"""Lines that are logged once, or once in a while, for each key."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from streammega.storage.fork_lock import process_lock
 
 _lock = process_lock()
 _warned_at: dict[tuple[str, str], float] = {}
-"""When this process warned last, by logger and key."""
+"""When this process logged one last, by logger and key."""
 
 
 def warn_once(
-    log: logging.Logger, key: str, text: str, *args: object, every: float = math.inf
+    log: logging.Logger,
+    key: str,
+    text: str,
+    *args: object,
+    every: float = math.inf,
+    level: int = logging.WARNING,
 ) -> None:
-    """Warn, unless this logger has warned of `key` in the last `every` seconds."""
+    """Log a line, unless this logger has logged one of `key` in the last `every` seconds."""
     now = time.monotonic()
     with _lock:
         if now - _warned_at.get((log.name, key), -math.inf) < every:
             return
         _warned_at[log.name, key] = now
-    log.warning(text, *args)
+    log.log(level, text, *args)

@@ -33,7 +33,6 @@ MAX_RANKS = 8
 PLACES = {
     "storage",
     "storage_by_prefix",
-    "index_cache_dir",
     "index_publish_url",
     "out_dir",
     "resume_from",

@@ -95,7 +95,7 @@ def test_a_good_server_has_no_fault_and_conditional_writes_leave_nothing(
     assert report["faults"] == 0
     assert not report["not_checked"]
     for name in ("credentials", "endpoint", "clock", "listing", "ranges", "ETags", "throttling",
-                 "latency", "conditional writes", "index cache", "ulimit -n", "/dev/shm",
+                 "latency", "conditional writes", "cache_dir", "ulimit -n", "/dev/shm",
                  "versions", "GPU"):  # fmt: skip
         assert name in findings
     assert findings["conditional writes"]["status"] == "ok"
@@ -325,6 +325,7 @@ def test_the_settings_that_are_printed_are_a_part_of_a_run_file(
             tmp_path,
             data={"blend": ["s3://data/web"], "order": "stream", "split": "1,0,0"},
             train={"train_iters": 1},
+            **{"data.storage": {"cache_dir": None}},
         )
         with open(run_file, "a") as file:
             file.write(section)
@@ -418,7 +419,7 @@ def test_a_local_folder_is_examined_and_a_full_cache_disk_is_named(
     assert main([*command, "--storage-file", str(tmp_path / "storage.toml")]) == 0
     report = json.loads(capsys.readouterr().out)
     findings = {item["check"]: item for item in report["checks"]}
-    assert status_of(findings) == dict.fromkeys(["cache_dir", "index cache", "/dev/shm"], "warning")
+    assert status_of(findings) == dict.fromkeys(["cache_dir", "/dev/shm"], "warning")
     assert findings["conditional writes"]["status"] == "ok"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["web.bin", "web.idx"]
     assert report["storage"] == {"cache_dir": str(tmp_path / "cache")}
@@ -510,11 +511,11 @@ def test_a_run_is_examined_by_its_file(
     blend = [f"{tmp_path}/web", f"{tmp_path}/web", "s3://other/a", "s3://other/b"]
     run = write_run_file(tmp_path, data={"blend": blend}, train={"train_iters": 2})
     command = ["doctor", run, "--json", "--seconds", str(SECONDS)]
-    assert main([*command, f"data.index_cache_dir={tmp_path}/index"]) == 0
+    assert main([*command, f"data.storage.cache_dir={tmp_path}/index"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["url"] == f"{tmp_path}/web"
     results = {item["check"]: item["result"] for item in report["checks"]}
-    assert results["index cache"].startswith(f"{tmp_path}/index: ")
+    assert results["cache_dir"].startswith(f"{tmp_path}/index: ")
     assert "data elsewhere: `streammega doctor s3://other/a`" in report["not_checked"]
     assert not any("s3://other/b" in reason for reason in report["not_checked"])
     assert main([*command, "data.storage.cache_dir=/proc/nothing"]) == 1, "the storage of the run"

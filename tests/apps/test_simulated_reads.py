@@ -130,7 +130,7 @@ def read_rank(
     config: DataConfig, rank: int, sent: list[str], tmp_path: Path
 ) -> tuple[int, int, int, int]:
     """Requests to open, and requests and bytes of all batches of a rank."""
-    config = replace(config, index_cache_dir=tmp_path / f"cache-{rank}")
+    config = replace(config, storage=config.storage.changed(cache_dir=tmp_path / f"cache-{rank}"))
     before = len(sent)
     with StreamLoader(
         config, micro_batch_size=2, global_batch_size=8, dp_rank=rank, dp_size=RANKS

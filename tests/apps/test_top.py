@@ -235,7 +235,7 @@ def web(tmp_path: Path) -> DataConfig:
         split="1,0,0",
         shuffle_lanes=12,
         shuffle_block_bytes=8192,
-        index_cache_dir=tmp_path / "indices",
+        storage=StorageConfig(cache_dir=tmp_path / "indices"),
     )
 
 

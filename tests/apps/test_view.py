@@ -239,7 +239,7 @@ def test_masks_and_ends_of_documents_are_seen_without_colours(site: FlaskClient,
 
 @pytest.mark.guarantee("view-shows-run")
 def test_a_dataset_alone_has_documents_and_no_steps(folder: Path) -> None:
-    site = client_of(Dataset(f"{folder}/web", StorageConfig(), None, None))
+    site = client_of(Dataset(f"{folder}/web", StorageConfig(), None))
     assert "60 documents" in shown(site, "/")
     assert "web 0" in shown(site, "/dataset/0/document/0")
     assert "Which steps" not in shown(site, "/dataset/0/document/0")
@@ -252,7 +252,7 @@ def test_a_dataset_alone_is_shown_without_torch(folder: Path) -> None:
         "from streammega import StorageConfig\n"
         "from streammega.apps.view_data import Dataset\n"
         "from streammega.apps.view_pages import Pages\n"
-        f"Pages(Dataset({str(folder / 'web')!r}, StorageConfig(), None, None)).documents({{}})\n"
+        f"Pages(Dataset({str(folder / 'web')!r}, StorageConfig(), None)).documents({{}})\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -260,7 +260,7 @@ def test_a_dataset_alone_is_shown_without_torch(folder: Path) -> None:
 
 def test_without_a_tokenizer_ids_are_shown_and_searched(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "ids", [[5, 6, 7], [65, 66, 67, 68], [6], []])
-    site = client_of(Dataset(prefix, StorageConfig(), None, None))
+    site = client_of(Dataset(prefix, StorageConfig(), None))
     assert "No manifest names the tokenizer" in shown(site, "/")
     assert "65 66 67 68" in shown(site, "/dataset/0/document/1")
     assert "It has no tokens" in shown(site, "/dataset/0/document/3")
@@ -268,13 +268,13 @@ def test_without_a_tokenizer_ids_are_shown_and_searched(tmp_path: Path) -> None:
     assert re.findall(r"/document/(\d)\?token", found) == ["1"]
     assert "1 place" in text_of(found)
     assert "0 places" in shown(site, "/dataset/0/search?text=6 67"), "whole ids only"
-    by_bytes = client_of(Dataset(prefix, StorageConfig(), None, "bytes"))
+    by_bytes = client_of(Dataset(prefix, StorageConfig(), "bytes"))
     assert "ABCD" in shown(by_bytes, "/dataset/0/document/1")
 
 
 def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "ids", [[5, 60_000]])
-    dataset = Dataset(prefix, StorageConfig(), None, "bytes")
+    dataset = Dataset(prefix, StorageConfig(), "bytes")
     assert dataset.head(0).split() == ["5", "60000"]
     manifest = Path(f"{folder}/code.manifest.json").read_text()
     for ending in (".bin", ".idx"):
@@ -282,7 +282,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, tmp_path: Path) ->
     gone = manifest.replace('"name": "bytes"', '"name": "gone/tokenizer.json"')
     assert gone != manifest
     Path(f"{tmp_path}/code.manifest.json").write_text(gone)
-    note = Dataset(f"{tmp_path}/code", StorageConfig(), None, None).decoder.note
+    note = Dataset(f"{tmp_path}/code", StorageConfig(), None).decoder.note
     assert "cannot be loaded" in note
     assert "--tokenizer" in note
 
@@ -295,7 +295,7 @@ def test_a_search_goes_on_in_portions_and_misses_nothing(
     monkeypatch.setattr(view_data, "WINDOW", window)
     monkeypatch.setattr(view_data, "PIECE", 4 * window)
     monkeypatch.setattr(view_data, "PORTION", 3000)
-    site = client_of(Dataset(f"{folder}/web", StorageConfig(), None, None))
+    site = client_of(Dataset(f"{folder}/web", StorageConfig(), None))
     for text, documents in ((NEEDLE, [7]), ("web 4", [4, *range(40, 50)]), ("nowhere", [])):
         link = f"/dataset/0/search?text={quote(text)}"
         found: list[int] = []
@@ -321,7 +321,9 @@ def test_pages_read_what_they_show_and_not_the_whole(
     monkeypatch.setattr(view_data, "PORTION", 200_000)
     with running(tmp_path / "root") as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        site = client_of(Dataset("s3://data/web", storage, tmp_path / "cache", "bytes"))
+        site = client_of(
+            Dataset("s3://data/web", storage.changed(cache_dir=tmp_path / "cache"), "bytes")
+        )
         for path, most in (
             ("/", 20_000),
             ("/dataset/0/document/70?token=40000", 10_000),
@@ -429,7 +431,9 @@ def test_secrets_are_in_no_page(moto: S3, tmp_path: Path, folder: Path) -> None:
     for name in ("code.bin", "code.idx", "code.manifest.json"):
         moto.objects(bucket)[name] = (folder / name).read_bytes()
     storage = StorageConfig(storage_options=moto.options, retry_timeout=5).tuned(max_retries=0)
-    site = client_of(Dataset(f"s3://{bucket}/code", storage, tmp_path / "cache", None))
+    site = client_of(
+        Dataset(f"s3://{bucket}/code", storage.changed(cache_dir=tmp_path / "cache"), None)
+    )
     pages = [
         site.get(path).text for path in ("/", "/dataset/0/document/0", "/dataset/0/search?text=f1")
     ]

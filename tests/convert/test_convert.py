@@ -138,7 +138,7 @@ def test_conversion_straight_into_s3(
 ) -> None:
     inputs, texts = corpus
     convert(inputs, f"s3://{bucket}/web", tokenizer=tokenizer, storage=s3_storage)
-    read = IndexedDataset(f"s3://{bucket}/web", s3_storage, tmp_path / "cache")
+    read = IndexedDataset(f"s3://{bucket}/web", s3_storage.changed(cache_dir=tmp_path / "cache"))
     assert [np.asarray(item).tolist() for item in read[:]] == expected_ids(texts, tokenizer)
 
 

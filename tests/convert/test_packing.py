@@ -377,7 +377,7 @@ def config_of(prefix: str, order: Order, tmp_path: Path, **settings: Any) -> Dat
         order=order,
         num_samples=(48, 0, 0),
         seed=3,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
         shuffle_lanes=8 if order == "stream" else None,
         shuffle_block_bytes=256,
         **settings,

@@ -741,7 +741,7 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     with pytest.raises(EndpointError):
         convert_files(url, tmp_path / "in", shard_bytes=5000, format="zst", storage=s3_storage)
     with pytest.raises(ObjectNotFoundError):
-        IndexedDataset(url, s3_storage, tmp_path / "c")
+        IndexedDataset(url, s3_storage.changed(cache_dir=tmp_path / "c"))
     monkeypatch.setattr(publish, "create_object", real)
     convert_files(url, tmp_path / "in", shard_bytes=5000, format="zst", storage=s3_storage)
-    assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200
+    assert len(IndexedDataset(url, s3_storage.changed(cache_dir=tmp_path / "c"))) == 200

@@ -330,7 +330,7 @@ def test_pairs_in_s3_by_both_transports(
     write_random_pair(str(tmp_path / "local"))
     with IndexedDatasetWriter(url, np.uint16, storage=s3_storage) as writer:
         writer.add_index(str(tmp_path / "local"))
-    read = IndexedDataset(url, s3_storage, tmp_path / "cache")
+    read = IndexedDataset(url, s3_storage.changed(cache_dir=tmp_path / "cache"))
     local = IndexedDataset(str(tmp_path / "local"))
     np.testing.assert_array_equal(read.sequence_lengths, local.sequence_lengths)
     for ours, expected in zip(read[0:200], local[0:200], strict=True):
@@ -416,7 +416,7 @@ def test_a_foreign_object_is_refused_before_it_is_downloaded(pair: str, tmp_path
     foreign = b"x" * 50_000_000
     with http_server({"/a.bin": b"12", "/a.idx": foreign}) as server:
         with pytest.raises(FormatError, match="starts with"):
-            IndexedDataset(f"{server.url}/a", index_cache_dir=tmp_path / "cache")
+            IndexedDataset(f"{server.url}/a", storage=StorageConfig(cache_dir=tmp_path / "cache"))
         assert {span for _, path, span in server.requests if path == "/a.idx" and span} == {
             "bytes=0-33"
         }
@@ -564,7 +564,9 @@ def objects_of(pair: str) -> dict[str, bytes]:
 
 def open_and_sum(url: str, cache: str, results: Any) -> None:
     """Put the tokens of a pair into a queue."""
-    results.put(int(IndexedDataset(url, index_cache_dir=cache).sequence_lengths.sum()))
+    results.put(
+        int(IndexedDataset(url, storage=StorageConfig(cache_dir=cache)).sequence_lengths.sum())
+    )
 
 
 @pytest.mark.guarantee("cache-local-disk")
@@ -594,15 +596,15 @@ def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(
 ) -> None:
     cache = tmp_path / "cache"
     with http_server(objects_of(pair)) as server:
-        IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))
         before = len([1 for m, p, span in server.requests if p == "/p.idx" and m == "GET"])
-        IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))
         again = [span for m, p, span in server.requests if p == "/p.idx" and m == "GET"][before:]
         assert again == [], "nothing of it is read again"
         write_random_pair(pair, seed=9)
         server.objects = objects_of(pair)
         server.etags = {"/p.idx": "2", "/p.bin": "2"}
-        fresh = IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        fresh = IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))
         np.testing.assert_array_equal(fresh.sequence_lengths, IndexedDataset(pair).sequence_lengths)
     assert len(list((cache / "idx").glob("*.idx"))) == 1, "the stale copy is removed"
 
@@ -622,13 +624,13 @@ def slow(path, chunks, size):
     real(path, stuck(), size)
 c.write_atomically = slow
 import streammega as sm
-sm.IndexedDataset({server.url + "/p"!r}, index_cache_dir={str(cache)!r})
+sm.IndexedDataset({server.url + "/p"!r}, storage=sm.StorageConfig(cache_dir={str(cache)!r}))
 """
         process = launch(tmp_path, 1, ["-c", code])
         process.wait_for("half\n", 0)
         process.close()
         began = time.monotonic()
-        read = IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        read = IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))
         assert time.monotonic() - began < 30, "the dead process's lock was not freed"
         np.testing.assert_array_equal(read.sequence_lengths, IndexedDataset(pair).sequence_lengths)
 
@@ -645,14 +647,14 @@ def test_a_full_disk_under_the_cache_is_an_error_that_says_where(
     with http_server(objects_of(pair)) as server:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
-            with pytest.raises(CacheError, match=r"No space left.*bytes wanted.*index_cache_dir"):
-                IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+            with pytest.raises(CacheError, match=r"No space left.*bytes wanted.*set cache_dir"):
+                IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))
         assert not [path for path in (cache / "idx").iterdir() if path.suffix != ".lock"], (
             "nothing half-written is left"
         )
-        assert len(IndexedDataset(f"{server.url}/p", index_cache_dir=cache)) == 200, (
-            "and it works once there is room"
-        )
+        assert (
+            len(IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=cache))) == 200
+        ), "and it works once there is room"
 
 
 def test_a_cache_that_cannot_be_made_is_an_error_that_says_where(pair: str, tmp_path: Path) -> None:
@@ -660,6 +662,6 @@ def test_a_cache_that_cannot_be_made_is_an_error_that_says_where(pair: str, tmp_
     blocked.write_text("in the way")
     with (
         http_server(objects_of(pair)) as server,
-        pytest.raises(CacheError, match="index_cache_dir"),
+        pytest.raises(CacheError, match="set cache_dir"),
     ):
-        IndexedDataset(f"{server.url}/p", index_cache_dir=blocked)
+        IndexedDataset(f"{server.url}/p", storage=StorageConfig(cache_dir=blocked))

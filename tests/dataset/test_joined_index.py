@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streammega import IndexedDataset, IndexedDatasetWriter
+from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset import concat_index
 from streammega.dataset.idx import encode_index
 from streammega.errors import CacheError
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_dataset(folder: Path) -> IndexedDataset:
-    return IndexedDataset(f"{folder}/", index_cache_dir=folder.parent / "cache")
+    return IndexedDataset(f"{folder}/", storage=StorageConfig(cache_dir=folder.parent / "cache"))
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -80,7 +80,9 @@ def test_modes_and_dtypes_are_kept(
             for k in range(4):
                 writer.add_item(np.arange(number + k), k - 1)
             writer.end_document()
-    kept = IndexedDataset(f"{tmp_path / 'data'}/", index_cache_dir=tmp_path / "cache")
+    kept = IndexedDataset(
+        f"{tmp_path / 'data'}/", storage=StorageConfig(cache_dir=tmp_path / "cache")
+    )
     assert kept.dtype == np.int64
     assert (kept.sequence_modes is not None) == multimodal
     if multimodal:
@@ -136,7 +138,7 @@ def test_a_damaged_file_is_named_and_one_that_cannot_be_kept_is_done_without(
             open_dataset(folder)
     blocked = folder.parent / "blocked"
     blocked.write_bytes(b"a file where the cache should be")
-    same_arrays(IndexedDataset(f"{folder}/", index_cache_dir=blocked), kept)
+    same_arrays(IndexedDataset(f"{folder}/", storage=StorageConfig(cache_dir=blocked)), kept)
     assert "joins the indices of 3 shards in its memory" in caplog.text
 
 

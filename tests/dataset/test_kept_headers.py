@@ -54,7 +54,7 @@ def opened(server: Running, cache: Path) -> tuple[list[tuple[int, int, str]], in
     """(sequences, tokens, dtype) of each pair, and how many requests that took, listings apart."""
     before = server.counts()["requests"]
     storage = StorageConfig(storage_options=server.storage_options)
-    (pairs,) = read_datasets(["s3://b/web/"], storage, cache)
+    (pairs,) = read_datasets(["s3://b/web/"], storage.changed(cache_dir=cache))
     bounds = [(pair.num_sequences, pair.num_tokens, str(pair.dtype)) for pair in pairs]
     return bounds, server.counts()["requests"] - before
 
@@ -188,13 +188,17 @@ def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
         blend=names,
         sequence_length=4,
         order="stream",
-        index_cache_dir=tmp_path / "cache",
-        storage=storage,
+        storage=storage.changed(cache_dir=tmp_path / "cache"),
     )
     open_datasets(names, "1,0,0", "train", config)
     assert sum(most_readers) == MAX_SMALL_REQUESTS
     most_readers.clear()
-    open_datasets(names[:1], "1,0,0", "train", replace(config, index_cache_dir=tmp_path / "alone"))
+    open_datasets(
+        names[:1],
+        "1,0,0",
+        "train",
+        replace(config, storage=config.storage.changed(cache_dir=tmp_path / "alone")),
+    )
     assert most_readers == [MAX_SMALL_REQUESTS]
 
 
@@ -246,8 +250,7 @@ def opened_blend(
         split=split,
         sequence_length=4,
         order="stream",
-        index_cache_dir=cache,
-        storage=StorageConfig(storage_options=server.storage_options),
+        storage=StorageConfig(storage_options=server.storage_options, cache_dir=cache),
     )
     opened = open_datasets(blend, split, "train", config)
     parts = [(dataset.parts.parts, dataset.parts.itemsize) for dataset in opened]
@@ -286,7 +289,7 @@ def test_a_folder_is_blended_with_datasets_that_are_opened_in_other_ways(
     storage = StorageConfig(storage_options=server.storage_options)
     names = ["s3://b/own/a", "s3://b/web/", "s3://b/other/b.bin.zst", str(tmp_path / "near" / "c")]
     for _ in range(2):
-        datasets = read_datasets(names, storage, tmp_path / "cache")
+        datasets = read_datasets(names, storage.changed(cache_dir=tmp_path / "cache"))
         assert [sum(shard.num_tokens for shard in shards) for shards in datasets] == [
             90,
             sum(30 + number for number in range(PAIRS)),

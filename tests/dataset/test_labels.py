@@ -138,7 +138,7 @@ def test_a_blend_of_two_tokenizers_is_refused_and_names_both(
         "sequence_length": 4,
         "num_samples": (8, 0, 0),
         "order": order,
-        "index_cache_dir": tmp_path / "c",
+        "storage": StorageConfig(cache_dir=tmp_path / "c"),
     }
     blend = [(by.format(sets[name]), 0.5) for name in ("first", "second")]
     sizes = {"micro_batch_size": 2, "global_batch_size": 4}
@@ -173,7 +173,7 @@ def test_a_refused_blend_lists_the_datasets_of_each_tokenizer(
         sequence_length=4,
         num_samples=(8, 0, 0),
         order=order,
-        index_cache_dir=str(tmp_path / "c"),
+        storage=StorageConfig(cache_dir=str(tmp_path / "c")),
     )
     with pytest.raises(ConfigError) as refused:
         StreamLoader(config, micro_batch_size=2, global_batch_size=4)
@@ -317,7 +317,7 @@ def test_ids_outside_of_the_vocabulary_name_their_dataset_and_its_tokenizer(
         "num_samples": (40, 0, 0),
         "split": "1,0,0",
         "order": order,
-        "index_cache_dir": str(tmp_path / "c"),
+        "storage": StorageConfig(cache_dir=tmp_path / "c"),
     }
     blend: list[tuple[str, float]] = [(sets["first"], 0.5), (raw, 0.5)]
     with pytest.raises(FormatError) as wrong:

@@ -47,8 +47,7 @@ def opened(server: Running, cache: Path) -> tuple[Any, int]:
         blend=["s3://b/web"],
         sequence_length=8,
         order="stream",
-        index_cache_dir=cache,
-        storage=storage,
+        storage=storage.changed(cache_dir=cache),
     )
     before = server.counts()
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:

@@ -184,6 +184,13 @@ def test_object_storage_is_read_by_megatrons_config(
     theirs = oracle.IndexedDataset(str(tmp_path / "pair"))
     same(read[:], theirs[:])
     assert list((tmp_path / "idx").rglob("*.idx"))
+    named = IndexedDataset(
+        f"s3://{bucket}/pair",
+        storage=StorageConfig(cache_dir=tmp_path / "named"),
+        object_storage_config=where,
+    )
+    assert named.storage.cache_dir == tmp_path / "named"
+    assert list((tmp_path / "named").rglob("*.idx"))
     assert IndexedDataset.exists(f"s3://{bucket}/pair")
     assert not IndexedDataset.exists(f"s3://{bucket}/other")
 
@@ -192,10 +199,8 @@ def test_our_own_calls_mean_what_they_did(tmp_path: Path) -> None:
     write(str(tmp_path / "pair"), multimodal=False)
     storage = StorageConfig().tuned(max_retries=1)
     for read in (
-        IndexedDataset(str(tmp_path / "pair"), storage, tmp_path / "cache"),
-        IndexedDataset(
-            str(tmp_path / "pair"), storage=storage, index_cache_dir=str(tmp_path / "cache")
-        ),
+        IndexedDataset(str(tmp_path / "pair"), storage),
+        IndexedDataset(str(tmp_path / "pair"), storage=storage),
         IndexedDataset(prefix=str(tmp_path / "pair"), storage=storage),
     ):
         assert read.storage == storage

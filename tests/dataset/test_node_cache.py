@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_an_error_that_says_what_to_do(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with (
-        pytest.raises(CacheError, match="has no file locks; set index_cache_dir"),
+        pytest.raises(CacheError, match="has no file locks; set cache_dir"),
         node_lock(tmp_path / "idx" / "a.lock"),
     ):
         pass
@@ -259,7 +259,7 @@ def test_a_cache_that_a_stranger_may_have_made_is_refused(
         os.chown(folder, owner, group)
         folder.chmod(mode)
         parent.chmod(parent_mode)
-        assert cache_folder(folder) == folder, "root trusts every folder"
+        assert cache_folder(StorageConfig(cache_dir=folder)) == folder, "root trusts every folder"
         child = os.fork()
         if child == 0:
             refusals = 0
@@ -267,7 +267,10 @@ def test_a_cache_that_a_stranger_may_have_made_is_refused(
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             for path in (folder, folder / "deeper"):
-                for open_cache in (cache_folder, lambda path: PageCache(path, 1 << 20, 1 << 20)):
+                for open_cache in (
+                    lambda path: cache_folder(StorageConfig(cache_dir=path)),
+                    lambda path: PageCache(path, 1 << 20, 1 << 20),
+                ):
                     try:
                         open_cache(path)
                     except CacheError as error:
@@ -295,7 +298,7 @@ def test_a_part_of_a_cache_that_a_stranger_may_have_made_is_refused(part: str) -
                     if part == "chunks":
                         PageCache(folder, 1 << 20, 1 << 20)
                     else:
-                        cache_folder(folder)
+                        cache_folder(StorageConfig(cache_dir=folder))
                 except CacheError as error:
                     return f"{folder / part}: belongs to another user" in str(error)
                 return False
@@ -328,7 +331,7 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.guarantee("no-home")
 def test_without_a_home_the_cache_is_a_temporary_folder_of_this_user(no_home: Path) -> None:
     folder = default_cache_dir()
-    assert cache_folder(None) == folder
+    assert cache_folder(StorageConfig()) == folder
     assert folder.parent.parent == no_home
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
     for path in ("~", "~/cache"):
@@ -362,7 +365,7 @@ def test_a_temporary_cache_that_a_stranger_made_is_refused(
         folder.mkdir()
         os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(CacheError, match="set XDG_CACHE_HOME"):
-        cache_folder(None)
+        cache_folder(StorageConfig())
     source = no_home / "a.txt"
     source.write_text("hello\n")
     output = str(no_home / "web")
@@ -449,7 +452,7 @@ def test_a_cache_of_another_user_says_so() -> None:
     error = cache_error(Path("/cache/idx"), PermissionError(13, "Permission denied"), 0)
     assert isinstance(error, CacheError)
     assert "another user" in str(error)
-    assert "index_cache_dir" in str(error)
+    assert "set cache_dir" in str(error)
 
 
 WRITE_FOR_EVER = """
@@ -506,7 +509,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_where_no_lock_can_be_kept_each_process_opens_by_itself(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path / "file", lambda: 7) == 7
+    assert (
+        open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path / "file"), lambda: 7)
+        == 7
+    )
 
 
 @pytest.mark.guarantee("open-once-per-node")
@@ -515,7 +521,7 @@ def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path:
         raise StorageError("the server does not answer")
 
     with pytest.raises(StorageError, match="does not answer"):
-        open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, fail)
+        open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), fail)
     context = multiprocessing.get_context("fork")
     began = context.Event()
     holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
@@ -523,7 +529,7 @@ def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path:
     assert began.wait(60)
     timer = threading.Timer(0.2, holder.kill)
     timer.start()
-    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, lambda: 7) == 7
+    assert open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), lambda: 7) == 7
     timer.join()
     holder.join()
 
@@ -564,7 +570,7 @@ def test_processes_with_another_environment_share_no_answers(
     timer = threading.Timer(5, holder.kill)
     timer.start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other.invalid")
-    assert open_once_per_node(["s3://b/web"], StorageConfig(), tmp_path, lambda: 7) == 7
+    assert open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), lambda: 7) == 7
     assert holder.is_alive(), "it was waited for"
     timer.cancel()
     holder.kill()
@@ -588,7 +594,7 @@ def _waits_for_lock(process: Any) -> bool:
 
 
 def _open_when_all_do(folder: Path, all_open: Any) -> None:
-    open_once_per_node(["s3://b/web"], StorageConfig(), folder, lambda: all_open.wait(60))
+    open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=folder), lambda: all_open.wait(60))
 
 
 def _open_for_ever(folder: Path, began: Any) -> None:
@@ -596,7 +602,7 @@ def _open_for_ever(folder: Path, began: Any) -> None:
         began.set()
         time.sleep(600)
 
-    open_once_per_node(["s3://b/web"], StorageConfig(), folder, open_data)
+    open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=folder), open_data)
 
 
 @pytest.mark.guarantee("index-maps-shared")

@@ -35,7 +35,11 @@ from tests.support.builders import KINDS, put_dataset, write_lengths
 def open_in(order: Any, name: str, cache: Path) -> None:
     """Open a dataset as a run in that order does."""
     config = DataConfig(
-        blend=[name], sequence_length=8, order=order, num_samples=(40, 0, 0), index_cache_dir=cache
+        blend=[name],
+        sequence_length=8,
+        order=order,
+        num_samples=(40, 0, 0),
+        storage=StorageConfig(cache_dir=cache),
     )
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 

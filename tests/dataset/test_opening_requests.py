@@ -69,8 +69,7 @@ def config_of(server: Running, name: str, order: Any, cache: Path, **options: An
         sequence_length=8,
         order=order,
         num_samples=(40, 0, 0),
-        index_cache_dir=cache,
-        storage=storage,
+        storage=storage.changed(cache_dir=cache),
         **options,
     )
 
@@ -188,7 +187,7 @@ def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
         write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [20])
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        pairs = read_datasets(names, storage, tmp_path / "cache")
+        pairs = read_datasets(names, storage.changed(cache_dir=tmp_path / "cache"))
         assert len(listings) == 2
         assert [pair.num_tokens for (pair,) in pairs] == [20] * 7 + [30] + [20] * 4
 
@@ -239,7 +238,7 @@ def test_pairs_of_any_size_of_index_are_bounded_alike(
     ((local,),) = read_datasets([str(tmp_path / "b" / "web")], StorageConfig())
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options)
-        ((pair,),) = read_datasets(["s3://b/web"], storage, tmp_path / "cache")
+        ((pair,),) = read_datasets(["s3://b/web"], storage.changed(cache_dir=tmp_path / "cache"))
         numbers = range(0, sequences + 1, 100)
         assert [pair.token_at(number) for number in numbers] == [
             local.token_at(number) for number in numbers
@@ -361,13 +360,12 @@ def test_openings_keep_to_the_most_requests_at_once(tmp_path: Path, order: Any) 
         sequence_length=8,
         order=order,
         num_samples=(100, 0, 0),
-        storage=StorageConfig(max_concurrent_requests=2),
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(max_concurrent_requests=2, cache_dir=tmp_path),
     )
     if order == "stream":
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
     else:
-        IndexedDataset(names[0], config.storage, tmp_path)
+        IndexedDataset(names[0], config.storage.changed(cache_dir=tmp_path))
     assert Counted.most <= 2
 
 
@@ -414,7 +412,7 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
     local = IndexedDataset(str(root / "b" / kind / "web"))
     url = f"s3://b/{kind}/web"
     opened = IndexedDataset(
-        url, StorageConfig(storage_options=server.storage_options), tmp_path / "c"
+        url, StorageConfig(storage_options=server.storage_options, cache_dir=tmp_path / "c")
     )
     again = pickle.loads(pickle.dumps(opened))  # noqa: S301  (our own)
     np.testing.assert_array_equal(np.concatenate(opened[100:130]), np.concatenate(local[100:130]))  # type: ignore[arg-type]
@@ -459,7 +457,7 @@ def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the
         sequence_length=8,
         order=order,
         num_samples=(9, 0, 0),
-        index_cache_dir=tmp_path / "c",
+        storage=StorageConfig(cache_dir=tmp_path / "c"),
     )
     # nothing tells them apart
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
@@ -518,7 +516,7 @@ def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
             sequence_length=8,
             order=order,
             num_samples=(4, 0, 0),
-            index_cache_dir=tmp_path,
+            storage=StorageConfig(cache_dir=tmp_path),
         )
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
@@ -538,7 +536,10 @@ def test_keys_that_are_there_are_no_patterns(
         f"{folder}/{name}" for name in ("bx", odd, "one")
     )
     assert find_pairs(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
-    assert len(IndexedDataset(f"{folder}/{odd}", s3_storage, tmp_path / "cache")) == 1
+    assert (
+        len(IndexedDataset(f"{folder}/{odd}", s3_storage.changed(cache_dir=tmp_path / "cache")))
+        == 1
+    )
     (found,) = find_inputs([f"{folder}/{odd}"], s3_storage)
     assert (found.path, found.format) == (f"{folder}/{odd}.idx", "megatron")
 

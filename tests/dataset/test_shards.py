@@ -117,8 +117,7 @@ def config_of(
         num_samples=(400, 0, 0),
         shuffle_lanes=8 if order == "stream" else None,
         shuffle_block_bytes=512,
-        index_cache_dir=cache,
-        storage=storage or StorageConfig(),
+        storage=(storage or StorageConfig()).changed(cache_dir=cache),
     )
 
 
@@ -170,7 +169,7 @@ def test_training_from_object_storage_sees_them_too(
         [str(sets / "pair")], url, format=kind, shard_bytes=6000, storage=s3_storage, workers=1
     )
     assert report.shards > 3
-    storage = replace(s3_storage, cache_dir=tmp_path / "pages")
+    storage = replace(s3_storage, cache_max_bytes=1 << 30)
     for order in ("stream", "megatron"):
         local = batches(config_of([str(sets / f"{kind}.manifest.json")], order, tmp_path))
         for _ in range(2):  # then from the cache
@@ -409,7 +408,7 @@ def test_an_object_of_several_that_changes_is_noticed(
     convert(
         [str(sets / "pair")], url, format="zst", shard_bytes=20_000, storage=s3_storage, workers=1
     )
-    indexed = IndexedDataset(url, s3_storage, tmp_path)
+    indexed = IndexedDataset(url, s3_storage.changed(cache_dir=tmp_path))
     with IndexedDatasetWriter(indexed.shards[0], np.uint16, storage=s3_storage) as writer:
         writer.add_item(np.arange(30_000) % 7)
         writer.end_document()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streammega import DataConfig
+from streammega import DataConfig, StorageConfig
 from tests.support.builders import write_random_pair
 from tests.support.trainer_programs import EOD, GLOBAL_BATCH, STEPS, VOCABULARY
 
@@ -22,7 +22,7 @@ def endless(tmp_path: Path) -> DataConfig:
         order="stream",
         split="80,20,0",
         eod_id=EOD,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.lightning import ConsumedBatches
 from tests.support.builders import write_random_pair
@@ -287,7 +287,10 @@ def test_epochs_and_resumes_in_any_order_train_on_the_stream(
     if not folder.exists():
         write_random_pair(str(folder / "pair"))
     config = DataConfig(
-        blend=[str(folder / "pair")], sequence_length=16, order="stream", index_cache_dir=folder
+        blend=[str(folder / "pair")],
+        sequence_length=16,
+        order="stream",
+        storage=StorageConfig(cache_dir=folder),
     )
     batches = ConsumedBatches(StreamLoader(config, **SIZES))
     iterator = iter(batches)

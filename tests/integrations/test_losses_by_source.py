@@ -15,6 +15,7 @@ import torch.distributed as dist
 from streammega import (
     DataConfig,
     PhaseConfig,
+    StorageConfig,
     StreamLoader,
     add_losses_by_source,
     source_names,
@@ -57,7 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         num_samples=(10 * GLOBAL_BATCH, 2 * GLOBAL_BATCH, 0),
         eod_id=EOD,
         eod_mask_loss=True,
-        index_cache_dir=root / "cache",
+        storage=StorageConfig(cache_dir=root / "cache"),
         return_dataset_ids=True,
     )
 

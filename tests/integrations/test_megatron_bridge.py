@@ -49,8 +49,7 @@ def config(tmp_path: Path) -> DataConfig:
         split="8,1,1",
         sequence_length=16,
         eod_id=5,
-        index_cache_dir=tmp_path / "idx",
-        storage=StorageConfig(storage_options={"secret": "hidden"}),
+        storage=StorageConfig(storage_options={"secret": "hidden"}, cache_dir=tmp_path / "idx"),
     )
 
 

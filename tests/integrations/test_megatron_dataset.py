@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def built(tmp_path: Path) -> Any:
     """Megatron's class and ours over one dataset: (theirs, ours)."""
     args = arguments(data_path=write_datasets(tmp_path, np.random.default_rng(0), 1))
     return [theirs_of(args, SIZES, tokenizer(), kind) for kind in (None, dataset_class())]
+
+
+@pytest.mark.guarantee("cache-one-folder")
+def test_indices_are_kept_in_megatrons_folder_or_in_that_of_a_storage(tmp_path: Path) -> None:
+    from megatron.core.datasets.utils import Split
+
+    (prefix,) = write_datasets(tmp_path, np.random.default_rng(0), 1)
+    config = oracle.gpt_config(tmp_path / "megatrons", 16, 1)
+
+    class WithStorage(dataset_class()):  # type: ignore[misc]
+        storage = StorageConfig(cache_dir=tmp_path / "own")
+
+    for kind, folder in ((dataset_class(), "megatrons"), (WithStorage, "own")):
+        indexed = kind.build_low_level_dataset(prefix, config)
+        assert indexed.storage.cache_dir == tmp_path / folder
+        kind(indexed, prefix, np.arange(len(indexed)), 80, Split.train, config)
+        assert list((tmp_path / folder / "order").glob("*.npy"))
+        shutil.rmtree(tmp_path / folder)
+    assert not (tmp_path / "megatrons").exists()
 
 
 @pytest.mark.guarantee("streamgptdataset-gives-megatron")

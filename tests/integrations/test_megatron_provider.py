@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -334,6 +335,19 @@ def test_a_run_goes_on_on_other_ranks_by_megatrons_count_alone(
         assert train.consumed_samples == 24
         halves.append(tokens_of(train, 4))
     assert sorted(halves[0] + halves[1]) == sorted(whole[24:40])
+
+
+@pytest.mark.guarantee("cache-one-folder")
+def test_indices_are_kept_in_megatrons_folder_unless_the_storage_names_one(
+    prefixes: list[str], tmp_path: Path
+) -> None:
+    args = arguments(data_path=prefixes, data_cache_path=str(tmp_path / "megatrons"))
+    named = StorageConfig(cache_dir=tmp_path / "own")
+    for storage, folder in ((None, "megatrons"), (named, "own")):
+        opened(args, order="megatron", storage=storage)
+        assert list((tmp_path / folder / "order").glob("*.npy"))
+        shutil.rmtree(tmp_path / folder)
+    assert not (tmp_path / "megatrons").exists()
 
 
 @pytest.mark.guarantee("resume-needs-megatron")

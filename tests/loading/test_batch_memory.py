@@ -19,6 +19,7 @@ from streammega import (
     DataConfig,
     ParallelLayout,
     Ranks,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
     batch_fields,
@@ -55,7 +56,7 @@ def data(tmp_path: Path) -> DataConfig:
         sequence_length=64,
         num_samples=(800, 0, 0),
         eod_id=EOD,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
 
 
@@ -253,7 +254,7 @@ def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) 
         sequence_length=length,
         order="sequential",
         create_attention_mask=True,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1, prefetch=4) as loader:
         batches = iter(loader)

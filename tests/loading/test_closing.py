@@ -56,7 +56,9 @@ def test_nothing_is_left_for_the_collector(
 ) -> None:
     storage = storage_of(server, "obstore")
     if where == "cache":
-        storage = replace(storage, cache_dir=tmp_path / "cache").tuned(cache_chunk_bytes=1 << 20)
+        storage = replace(storage, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 30).tuned(
+            cache_chunk_bytes=1 << 20
+        )
     place = str(server.root) if where == "local" else "s3:/"
     config = replace(config_of("stream", place, tmp_path, storage, 400), **KINDS[kind])
     if config.order == "megatron":

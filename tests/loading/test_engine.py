@@ -376,8 +376,7 @@ def test_blocks_and_parts_of_blocks_take_the_memory_of_earlier_ones(
         num_samples=(4000, 0, 0),
         shuffle_lanes=8,
         shuffle_block_bytes=1 << 14,
-        storage=replace(storage_of(server, "obstore"), memory_bytes=4_000_000),
-        index_cache_dir=tmp_path,
+        storage=replace(storage_of(server, "obstore"), memory_bytes=4_000_000, cache_dir=tmp_path),
     )
     loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
     with loader:
@@ -399,10 +398,9 @@ def test_the_first_blocks_of_an_epoch_fit_beside_the_last_of_the_one_before(
         order="stream",
         shuffle_lanes=lanes,
         shuffle_block_bytes=1 << 14,
-        storage=replace(storage_of(server, "obstore"), memory_bytes=50_000_000).tuned(
-            max_request_bytes=6000
-        ),
-        index_cache_dir=tmp_path,
+        storage=replace(storage_of(server, "obstore"), memory_bytes=50_000_000)
+        .tuned(max_request_bytes=6000)
+        .changed(cache_dir=tmp_path),
     )
     steps = StreamLoader(config, micro_batch_size=lanes, global_batch_size=lanes).dataset.steps
     reading = plan_reading(steps, 0, config.storage.memory_bytes)
@@ -520,7 +518,7 @@ def test_memory_is_planned_for_masks_of_sequences(tmp_path: Path) -> None:
             sequence_length=64,
             num_samples=(96, 0, 0),
             mask_loss_by_mode=is_masked,
-            index_cache_dir=tmp_path / "cache",
+            storage=StorageConfig(cache_dir=tmp_path / "cache"),
         )
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, ids_only=True)
         ready_bytes.append(plan_reading(loader.dataset.steps, 0, 1 << 26).memory.ready_bytes)
@@ -559,9 +557,9 @@ def lookahead_with_room(
 def test_a_shard_without_tokens_is_read_with_a_cache(server: Running, tmp_path: Path) -> None:
     for name, tokens in (("full", 2000), ("none", 0)):
         write_lengths(f"{server.root}/data/shards/{name}", [tokens])
-    storage = replace(storage_of(server, "obstore"), cache_dir=tmp_path / "pages").tuned(
-        cache_chunk_bytes=1 << 20
-    )
+    storage = replace(
+        storage_of(server, "obstore"), cache_dir=tmp_path / "pages", cache_max_bytes=1 << 30
+    ).tuned(cache_chunk_bytes=1 << 20)
     config = replace(
         config_of("stream", "s3:/", tmp_path / "cache", storage, samples=24),
         blend=["s3://data/shards/"],
@@ -706,7 +704,7 @@ def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
         sequence_length=16,
         order="sequential",
         vocab_size=900,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
     with pytest.raises(FormatError, match="999"):
@@ -776,7 +774,9 @@ def test_nothing_is_left_of_loaders_that_were_closed(
 ) -> None:
     storage = storage_of(server, "obstore")
     if where == "cache":
-        storage = replace(storage, cache_dir=tmp_path / "cache").tuned(cache_chunk_bytes=1 << 20)
+        storage = replace(storage, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 30).tuned(
+            cache_chunk_bytes=1 << 20
+        )
     config = config_of(
         "megatron", str(server.root) if where == "local" else "s3:/", tmp_path, storage
     )
@@ -898,10 +898,10 @@ def test_a_forked_child_reads_by_itself(server: Running, tmp_path: Path) -> None
 LEFT_OPEN = """
 import atexit, sys, threading
 atexit.register(lambda: print(sorted({t.name for t in threading.enumerate() if t.name.startswith("streammega")})))
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
 config = DataConfig(
     blend=[sys.argv[1]], sequence_length=64, order="stream", num_samples=(100_000, 0, 0),
-    shuffle_lanes=16, index_cache_dir=sys.argv[2],
+    shuffle_lanes=16, storage=StorageConfig(cache_dir=sys.argv[2]),
 )
 batches = iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8))
 next(batches)

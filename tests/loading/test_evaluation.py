@@ -50,7 +50,7 @@ def data_of(order: Any, tmp_path: Path, **options: Any) -> DataConfig:
         sequence_length=LENGTH,
         split="60,40,0",
         order=order,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
         **options,
     )
 
@@ -128,7 +128,7 @@ def test_the_stream_order_has_an_exact_epoch_for_evaluation(
         sequence_length=length,
         add_extra_token=extra,
         shuffle_lanes=lanes,
-        index_cache_dir=folder / "cache",
+        storage=StorageConfig(cache_dir=folder / "cache"),
     )
     source = StreamingDataset(
         config, split="valid", micro_batch_size=1, global_batch_size=1
@@ -153,7 +153,7 @@ def test_an_evaluation_from_a_bucket_reads_each_sample_once_by_blocks(
         split="0,1,0",
         order="stream",
         shuffle_lanes=GLOBAL,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
     root = server.root / "evaluation"
     write_datasets(root)

@@ -21,6 +21,7 @@ from streammega import (
     DataConfig,
     ParallelLayout,
     Ranks,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
     batch_fields,
@@ -61,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         sequence_length=LENGTH,
         num_samples=(96, 0, 0),
         eod_id=EOD,
-        index_cache_dir=folder / "cache",
+        storage=StorageConfig(cache_dir=folder / "cache"),
     )
 
 
@@ -249,7 +250,7 @@ def test_padding_without_a_mask_is_refused_where_it_is_found(tmp_path: Path) -> 
         order="sequential",
         pad_id=pad,
         fields=("tokens", "labels"),
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     with StreamLoader(config, **SIZES) as loader:
         for _ in range(10):

@@ -164,7 +164,7 @@ from streammega import DataConfig, StorageConfig, StreamingDataset
 storage = StorageConfig(storage_options={"anon": True, "endpoint_url": sys.argv[1]})
 config = DataConfig(
     blend=["s3://data/web"], sequence_length=64, order="stream", num_samples=(100_000, 0, 0),
-    shuffle_lanes=16, storage=storage, index_cache_dir=sys.argv[2],
+    shuffle_lanes=16, storage=storage.changed(cache_dir=sys.argv[2]),
 )
 dataset = StreamingDataset(config, micro_batch_size=4, global_batch_size=8)
 batches = iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))

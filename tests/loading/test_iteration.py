@@ -586,7 +586,7 @@ def test_a_load_that_is_refused_changes_nothing(
         sequence_length=16,
         order="stream",
         num_samples=(960, 0, 0),
-        index_cache_dir=folder,
+        storage=StorageConfig(cache_dir=folder),
     )
     foreign = replace(config, seed=7, shuffle_lanes=64)
     with StreamLoader(foreign, micro_batch_size=4, global_batch_size=16) as other:

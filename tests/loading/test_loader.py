@@ -647,7 +647,7 @@ def test_a_dropped_loader_of_a_bucket_unmaps_what_its_caches_hold(
 ) -> None:
     with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16, storage=s3_storage) as writer:
         writer.add_index(first_prefix(config))
-    cached = replace(s3_storage, cache_dir=str(tmp_path / "pages"))
+    cached = replace(s3_storage, cache_dir=str(tmp_path / "pages"), cache_max_bytes=1 << 30)
     remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=cached, order=order)
     for _ in range(2):
         loader = StreamLoader(remote, micro_batch_size=2, global_batch_size=GLOBAL)
@@ -681,7 +681,10 @@ def test_the_golden_sequential_order(tmp_path: Path) -> None:
     """
     write_dataset(tmp_path / "g", [np.arange(10 * n, 10 * n + 3 + n) for n in range(5)])
     config = DataConfig(
-        blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path
+        blend=str(tmp_path / "g"),
+        sequence_length=6,
+        order="sequential",
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     batches = list(StreamLoader(config, micro_batch_size=2, global_batch_size=2))
     assert batches[0]["tokens"].tolist() == [[0, 1, 2, 10, 11, 12], [13, 20, 21, 22, 23, 24]]
@@ -698,7 +701,9 @@ def test_a_loader_of_remote_data_is_copied_after_an_iteration(
     tmp_path: Path,
 ) -> None:
     write_dataset(f"s3://{bucket}/pair", [np.arange(2000)], storage=s3_storage)
-    storage = replace(s3_storage, cache_dir=tmp_path / "cache" if with_cache else None)
+    storage = replace(
+        s3_storage, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 30 if with_cache else 0
+    )
     remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=storage)
     sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 2}
     with StreamLoader(remote, **sizes, metrics_port=0) as loader:

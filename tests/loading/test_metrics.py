@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError
 from streammega.loading import stats as loader_stats
 from streammega.loading.gather import Gatherer
@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> DataConfig:
         split="1,0,0",
         shuffle_lanes=8,
         shuffle_block_bytes=256,
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
 
 
@@ -85,7 +85,7 @@ def test_of_many_datasets_the_last_are_counted_together(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_stats, "MAX_SOURCES", 2)
-    root = config.index_cache_dir.parent  # type: ignore[union-attr]
+    root = Path(config.storage.cache_dir or "").parent
     write_dataset(root / "math", [np.arange(4000)])
     blend = [(f"{root}/{name}", 1) for name in ("web", "code", "math")]
     with StreamLoader(replace(config, blend=blend), **SIZES) as loader:

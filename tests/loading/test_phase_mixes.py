@@ -15,7 +15,7 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
+from streammega import DataConfig, PhaseConfig, StorageConfig, StreamingDataset, StreamLoader
 from streammega.convert import convert
 from tests.support.builders import write_dataset
 
@@ -61,7 +61,7 @@ def config_of(data: Path, phases: list[dict[str, Any]], packed: bool, **options:
         shuffle_block_bytes=512,
         eod_id=EOD,
         phases=told,
-        index_cache_dir=data / "cache",
+        storage=StorageConfig(cache_dir=data / "cache"),
         **options,
     )
 

@@ -170,7 +170,7 @@ def test_pieces_are_fetched_whole_in_every_phase(
     """Also where the last phase begins in the middle of a row, and a dataset of another phase has
     its lanes' pieces open.
     """
-    config = config_of(remote.url, index_cache_dir=tmp_path)
+    config = config_of(remote.url, storage=StorageConfig(cache_dir=tmp_path))
     found, _ = read(config, 4, 3, END)
     assert found == wanted
 
@@ -219,7 +219,9 @@ def test_samples_are_longer_from_a_phase_on(data: Path, remote: Any, tmp_path: P
         wanted[sample] = tokens.astype(np.int64).tobytes()
     assert joined > 20
     assert read(config, 2, 6, 480)[0] == wanted
-    assert read(longer(remote.url, index_cache_dir=tmp_path), 2, 6, 480)[0] == wanted
+    assert (
+        read(longer(remote.url, storage=StorageConfig(cache_dir=tmp_path)), 2, 6, 480)[0] == wanted
+    )
     for stop in (120, 264):
         first, state = read(config, 1, 12, stop)
         second, _ = read(config, 2, 3, 480, state)

@@ -43,7 +43,7 @@ def config_of(root: str, names: list[str], server: Running, tmp_path: Path, **op
         (f"{root}/{name}", weight) for name, weight in zip(names, (0.5, 0.3, 0.2), strict=False)
     ]
     return DataConfig(
-        blend=blend, storage=storage, index_cache_dir=tmp_path / "idx", **settings | options
+        blend=blend, storage=storage.changed(cache_dir=tmp_path / "idx"), **settings | options
     )
 
 
@@ -100,7 +100,7 @@ def test_parts_of_samples_phases_and_a_cache_read_the_same(
 ) -> None:
     local, _ = folders
     phases = [PhaseConfig(first_sample=400, sequence_length=2 * LENGTH)]
-    for storage in ({}, {"cache_dir": str(tmp_path / "pages")}):
+    for storage in ({}, {"cache_max_bytes": 1 << 30}):
         for options in ({}, {"ids_only": True, "cp_rank": 1, "cp_size": 2}):
             loaders = [
                 some_batches(

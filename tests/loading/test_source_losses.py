@@ -18,6 +18,7 @@ from streammega import (
     ParallelLayout,
     PhaseConfig,
     Ranks,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
     add_losses_by_source,
@@ -49,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         split="1,0,0",
         shuffle_lanes=24,
         shuffle_block_bytes=256,
-        index_cache_dir=root / "cache",
+        storage=StorageConfig(cache_dir=root / "cache"),
         return_dataset_ids=True,
     )
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import BlendedDataset, DataConfig, GPTDataset, IndexedDataset, build_datasets
+from streammega import (
+    BlendedDataset,
+    DataConfig,
+    GPTDataset,
+    IndexedDataset,
+    StorageConfig,
+    build_datasets,
+)
 from streammega.errors import CacheError, ConfigError, FormatError
 from streammega.samples.build import build_split
 from tests.support.builders import write_dataset, write_random_pair
@@ -32,7 +39,7 @@ def config_of(folder: Path, **changes: Any) -> DataConfig:
     settings: dict[str, Any] = {
         "sequence_length": 16,
         "num_samples": (SAMPLES, 0, 0),
-        "index_cache_dir": folder / "cache",
+        "storage": StorageConfig(cache_dir=folder / "cache"),
     }
     return DataConfig(**settings | {"blend": [str(folder / "a")]} | changes)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, PhaseConfig, StreamLoader
+from streammega import DataConfig, PhaseConfig, StorageConfig, StreamLoader
 from streammega.config import ORDERS, Order
 from streammega.errors import StateError
 from streammega.order.state import SavedState, make_state, parse_state
@@ -221,7 +221,7 @@ def test_many_datasets_resume_on_other_ranks_by_a_small_state(order: Any, tmp_pa
         order=order,
         num_samples=(960, 0, 0),
         split="1,0,0",
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
 
     def opened(rank: int, ranks: int) -> StreamLoader:
@@ -272,7 +272,7 @@ MAY_CHANGE = {
     *("reset_attention_mask", "create_attention_mask", "inter_document_masking"),
     *("mask_loss_by_mode", "fields", "return_dataset_ids"),
     # what is checked, and where data and indices are
-    *("vocab_size", "allow_mixed_tokenizers", "index_cache_dir", "index_publish_url"),
+    *("vocab_size", "allow_mixed_tokenizers", "index_publish_url"),
     *("storage", "storage_by_prefix"),
     # validation, and what is passed over
     *("drop_last_partial_validation_sequence", "full_validation", "multiple_validation_sets"),
@@ -303,7 +303,7 @@ def test_a_state_notices_every_setting_that_chooses_tokens(
         order=order,
         num_samples=(64, 0, 0),
         shuffle_lanes=16 if ORDERS[order].has_lanes else None,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     other = (OF_EVERY_ORDER | OF_AN_ORDER[order])[name]
     sizes: dict[str, Any] = {"micro_batch_size": 8, "global_batch_size": 8}

@@ -23,6 +23,7 @@ from streammega import (
     IndexedDataset,
     IndexedDatasetWriter,
     PhaseConfig,
+    StorageConfig,
     StreamLoader,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
@@ -394,14 +395,14 @@ def shards(tmp_path: Path) -> str:
 
 
 def stream_config(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
-    options = {"shuffle_lanes": 240} | options
+    storage = StorageConfig(cache_dir=tmp_path / "cache")
+    settings: dict[str, Any] = {"shuffle_lanes": 240, "storage": storage}
     return DataConfig(
         blend=blend,
         sequence_length=16,
         order="stream",
         shuffle_block_bytes=128,
-        index_cache_dir=tmp_path / "cache",
-        **options,
+        **settings | options,
     )
 
 

@@ -51,8 +51,9 @@ def config(served: tuple[Running, list[str]], tmp_path: Path) -> DataConfig:
         sequence_length=8,
         order="stream",
         split="90,10,0",
-        index_cache_dir=tmp_path / "cache",
-        storage=StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False),
+        storage=StorageConfig(
+            storage_options=server.storage_options, cache_dir=tmp_path / "cache"
+        ).tuned(hedge_requests=False),
     )
 
 

@@ -24,6 +24,7 @@ from streammega import (
     PhaseConfig,
     RankBatches,
     Ranks,
+    StorageConfig,
     StreamLoader,
     get_batch,
 )
@@ -244,7 +245,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(
         sequence_length=1024,
         order="stream",
         shuffle_lanes=8,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     layout = ParallelLayout(tp=2)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, 1, False):

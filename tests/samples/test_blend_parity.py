@@ -15,6 +15,7 @@ from streammega import (
     BlendedDataset,
     DataConfig,
     IndexedDataset,
+    StorageConfig,
     StreamLoader,
     build_datasets,
     locate,
@@ -228,7 +229,7 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             seed=77,
             eod_id=5,
             mid_level_dataset_surplus=surplus,
-            index_cache_dir=tmp_path / "ours",
+            storage=StorageConfig(cache_dir=tmp_path / "ours"),
             **own,
             **shared,
         )
@@ -257,7 +258,10 @@ def test_a_blend_in_sequential_order_takes_turns_and_each_dataset_is_in_stored_o
 ) -> None:
     blend: Any = list(zip(pairs[:3], (3, 2, 1), strict=True)) if weighted else pairs[:3]
     config = DataConfig(
-        blend=blend, sequence_length=8, num_samples=(60, 0, 0), index_cache_dir=tmp_path
+        blend=blend,
+        sequence_length=8,
+        num_samples=(60, 0, 0),
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     turns = locate(config, np.arange(60))
     extents = locate(replace(config, order="sequential"), np.arange(60))
@@ -271,7 +275,9 @@ def test_a_blend_in_sequential_order_takes_turns_and_each_dataset_is_in_stored_o
 
 
 def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_path: Path) -> None:
-    config = DataConfig(blend=pairs[:3], sequence_length=8, index_cache_dir=tmp_path)
+    config = DataConfig(
+        blend=pairs[:3], sequence_length=8, storage=StorageConfig(cache_dir=tmp_path)
+    )
     blended = build_datasets(config, (20, None, None))[0]
     assert isinstance(blended, BlendedDataset)
     for dataset in (blended, blended.datasets[0]):
@@ -286,7 +292,10 @@ def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_pa
 def test_padding_of_a_batch_needs_a_mask(pairs: list[str], tmp_path: Path, blended: bool) -> None:
     blend = pairs[: 3 if blended else 1]
     config = DataConfig(
-        blend=blend, sequence_length=8, index_cache_dir=tmp_path, fields=["tokens", "labels"]
+        blend=blend,
+        sequence_length=8,
+        storage=StorageConfig(cache_dir=tmp_path),
+        fields=["tokens", "labels"],
     )
     dataset: Any = build_datasets(config, (20, None, None))[0]
     with pytest.raises(ConfigError, match="add 'loss_mask' to fields"):
@@ -310,7 +319,7 @@ def test_a_dataset_that_a_blend_names_twice_is_opened_once(
         blend=[(prefix, 0.25) for prefix in (pairs[0], pairs[1]) * 2],
         sequence_length=8,
         num_samples=(40, 0, 0),
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     train, _, _ = build_datasets(config)
     assert train is not None
@@ -318,7 +327,9 @@ def test_a_dataset_that_a_blend_names_twice_is_opened_once(
 
 
 def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_path: Path) -> None:
-    config = DataConfig(blend=pairs[:2], sequence_length=8, index_cache_dir=tmp_path)
+    config = DataConfig(
+        blend=pairs[:2], sequence_length=8, storage=StorageConfig(cache_dir=tmp_path)
+    )
     parts = [build_datasets(replace(config, blend=[p]), (None, None, None))[0] for p in pairs[:2]]
     lengths = [len(part) for part in parts]  # type: ignore[arg-type]
     with pytest.raises(
@@ -343,7 +354,7 @@ def test_full_validation_takes_everything_once(pairs: list[str], tmp_path: Path)
         sequence_length=8,
         split="50,50,0",
         full_validation=True,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     valid = build_datasets(config, (10, 5, None))[1]
     assert isinstance(valid, BlendedDataset)
@@ -360,7 +371,7 @@ def test_the_loader_serves_a_blend_with_mixed_token_widths(
         blend=[(pairs[0], 0.2), (pairs[1], 0.5), (pairs[3], 0.3)],
         sequence_length=8,
         num_samples=(96, 0, 0),
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     blended = build_datasets(config)[0]
     assert isinstance(blended, BlendedDataset)

@@ -45,7 +45,7 @@ def tokens_of(seed: int, count: int = DOCUMENTS * LENGTH) -> np.ndarray[Any, Any
 def content_of_dataset(
     name: str, storage: StorageConfig | None = None, cache: Path | None = None
 ) -> str:
-    (shards,) = read_datasets([name], storage or StorageConfig(), cache)
+    (shards,) = read_datasets([name], (storage or StorageConfig()).changed(cache_dir=cache))
     return content_of(shards)
 
 
@@ -55,7 +55,7 @@ def loader_of(blend: Any, order: Any, cache: Path, **options: Any) -> StreamLoad
         sequence_length=32,
         order=order,
         num_samples=(200, 0, 0),
-        index_cache_dir=cache,
+        storage=StorageConfig(cache_dir=cache),
         **options,
     )
     return StreamLoader(config, micro_batch_size=2, global_batch_size=4)
@@ -138,7 +138,7 @@ def test_splits_of_other_shards_of_one_size_are_other_orders(tmp_path: Path) -> 
                 sequence_length=32,
                 order="stream",
                 num_samples=(200, 200, 0),
-                index_cache_dir=tmp_path / "cache",
+                storage=StorageConfig(cache_dir=tmp_path / "cache"),
             ),
             "valid",
         )
@@ -187,7 +187,7 @@ def test_orders_of_a_dataset_before_and_after_it_was_replaced_differ_from_its_fi
             sequence_length=32,
             order=order,
             num_samples=(200, 0, 0),
-            index_cache_dir=tmp_path / "cache",
+            storage=StorageConfig(cache_dir=tmp_path / "cache"),
         )
         return Provenance(config, global_batch_size=4)
 
@@ -228,7 +228,7 @@ def test_the_content_is_the_same_in_every_form_and_place(tmp_path: Path, shards:
             for place, storage in ((f"{root}/", StorageConfig()), ("s3://b/", remote)):
                 for name in (f"{place}{form}/", f"{place}{form}-manifest/web"):
                     found.add(content_of_dataset(name, storage, cache))
-                    dataset = IndexedDataset(name, storage=storage, index_cache_dir=cache)
+                    dataset = IndexedDataset(name, storage=storage.changed(cache_dir=cache))
                     found.add(dataset.content)
     assert len(found) == 1
 

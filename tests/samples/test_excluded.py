@@ -100,7 +100,7 @@ def config_of(root: Path, order: str = "stream", **options: Any) -> DataConfig:
         "shuffle_lanes": 24,
         "shuffle_block_bytes": 512,
         "num_samples": (SAMPLES, 0, 0),
-        "index_cache_dir": root / "cache",
+        "storage": StorageConfig(cache_dir=root / "cache"),
         "eod_id": EOD,
     }
     return DataConfig(sequence_length=LENGTH, order=order, **(settings | options))  # type: ignore[arg-type]

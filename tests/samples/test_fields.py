@@ -66,7 +66,7 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
         blend=[str(tmp_path / "tars")],
         sequence_length=length,
         order="sequential",
-        index_cache_dir=tmp_path / "c",
+        storage=sm.StorageConfig(cache_dir=tmp_path / "c"),
         **DOCUMENTS,
     )
     compared = 0

@@ -81,7 +81,7 @@ def config(chat: str, tmp_path: Path) -> DataConfig:
         blend=[chat],
         sequence_length=LENGTH,
         num_samples=(GLOBAL * STEPS, 0, 0),
-        index_cache_dir=tmp_path / "cache",
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
 
 
@@ -305,7 +305,7 @@ def test_an_index_in_no_order_is_refused_by_name(chat: str, tmp_path: Path) -> N
         sequence_length=LENGTH,
         order="stream",
         mask_loss_by_mode=True,
-        index_cache_dir=tmp_path,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     with (
         StreamLoader(config, **SIZES) as loader,

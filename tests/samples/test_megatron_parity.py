@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, GPTDataset, IndexedDataset, build_datasets
+from streammega import DataConfig, GPTDataset, IndexedDataset, StorageConfig, build_datasets
 from streammega.errors import ConfigError
 from streammega.order.megatron import GptShape, index_kinds
 from streammega.order.split import split_bounds
@@ -84,7 +84,7 @@ def build_both(case: dict[str, Any], folder: Path) -> tuple[Any, GPTDataset | No
         reset_position_ids=case["reset_position_ids"],
         add_extra_token=case["extra"],
         drop_last_partial_validation_sequence=case["drop_last"],
-        index_cache_dir=folder / "ours",
+        storage=StorageConfig(cache_dir=folder / "ours"),
     )
     theirs = None
     try:
@@ -216,7 +216,9 @@ def test_samples_are_numbered_by_the_dtype_that_megatron_would_take() -> None:
 def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     pair: str, tmp_path: Path
 ) -> None:
-    config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
+    config = DataConfig(
+        blend=[pair], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+    )
     first = map_style(build_datasets(config, (500, None, None))[0])
     index = np.array(first.shuffle_index)
     files = sorted((tmp_path / "cache" / "order").glob("*.npy"))
@@ -239,7 +241,9 @@ def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
     from streammega.errors import CacheError
     from tests.support.kept_files import save_kept
 
-    config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
+    config = DataConfig(
+        blend=[pair], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+    )
     dataset = map_style(build_datasets(config, (500, None, None))[0])
     _ = dataset.shuffle_index
     path = next((tmp_path / "cache" / "order").glob("*shuffle_index.npy"))
@@ -254,7 +258,9 @@ def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Pa
 
     write_random_pair(str(tmp_path / "elsewhere" / "copy"))
     for prefix in (pair, str(tmp_path / "elsewhere" / "copy")):
-        config = DataConfig(blend=[prefix], sequence_length=16, index_cache_dir=tmp_path / "cache")
+        config = DataConfig(
+            blend=[prefix], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+        )
         dataset = map_style(build_datasets(config, (500, None, None))[0])
         _ = dataset.shuffle_index
     assert len(list((tmp_path / "cache" / "order").glob("*.npy"))) == 3
@@ -268,7 +274,10 @@ def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
     prefix = str(tmp_path / "golden")
     write_dataset(prefix, [np.arange(100 * n, 100 * n + (n * 5) % 17) for n in range(12)])
     config = DataConfig(
-        blend=[prefix], sequence_length=16, seed=1234, index_cache_dir=tmp_path / "cache"
+        blend=[prefix],
+        sequence_length=16,
+        seed=1234,
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
     dataset = map_style(build_datasets(config, (9, None, None))[0])
     assert dataset.document_index.tolist() == GOLDEN_DOCUMENTS

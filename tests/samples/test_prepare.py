@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, build_datasets
+from streammega import DataConfig, StorageConfig, build_datasets
 from streammega.cli.main import main
 from streammega.cli.order_report import measure_order
 from streammega.errors import ConfigError
@@ -40,12 +40,12 @@ def blend(tmp_path: Path) -> list[tuple[str, float]]:
 
 
 def config_of(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
+    options = {"storage": StorageConfig(cache_dir=tmp_path / "c")} | options
     return DataConfig(
         blend=blend,
         sequence_length=8,
         split="80,20,0",
         num_samples=(300, 30, 0),
-        index_cache_dir=tmp_path / "c",
         **options,
     )
 
@@ -66,7 +66,7 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     from streammega import StorageConfig
 
     url = f"s3://{bucket}/order" if where == "s3" else str(tmp_path / "shared")
-    storage = StorageConfig(storage_options=s3.options)
+    storage = StorageConfig(storage_options=s3.options, cache_dir=tmp_path / "c")
     config = config_of(blend, tmp_path, index_publish_url=url, storage=storage)
     done = list(prepare(config))
     assert sorted((item.split, item.prefix[-2:]) for item in done) == [
@@ -79,7 +79,9 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
 
     monkeypatch.setattr(gpt, BUILD, refuse)
     monkeypatch.setattr(blended, "blend_indices", refuse)
-    fetched = build_datasets(replace(config, index_cache_dir=tmp_path / "other-node"))[0]
+    fetched = build_datasets(
+        replace(config, storage=config.storage.changed(cache_dir=tmp_path / "other-node"))
+    )[0]
     for a, b in zip(built.datasets, fetched.datasets, strict=True):  # type: ignore[union-attr]
         np.testing.assert_array_equal(a.document_index, b.document_index)
         np.testing.assert_array_equal(a.shuffle_index, b.shuffle_index)
@@ -179,7 +181,8 @@ def test_prepare_as_a_user_runs_it(
 blend = {[list(item) for item in blend]}
 sequence_length = 8
 split = "80,20,0"
-index_cache_dir = "{tmp_path}/cache"
+[data.storage]
+cache_dir = "{tmp_path}/cache"
 [model]
 vocab_size = 1000
 [train]

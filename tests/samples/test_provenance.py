@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.dataset.document_lookup import open_documents
 from streammega.dataset.names import shard_name
 from streammega.errors import ConfigError
@@ -64,7 +64,7 @@ def config_of(root: Path, order: str, blend: Any = None) -> DataConfig:
         order=order,  # type: ignore[arg-type]
         num_samples=(SAMPLES, 200, 0),
         shuffle_block_bytes=512,
-        index_cache_dir=root / "cache",
+        storage=StorageConfig(cache_dir=root / "cache"),
     )
 
 

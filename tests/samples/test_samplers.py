@@ -103,7 +103,7 @@ def test_a_plain_dataloader_with_the_sampler_gives_the_loaders_batches(config: D
 
 def test_mock_datasets_serve_every_order_without_any_data(tmp_path: Path) -> None:
     name = "mock://tokens=100000,vocab=500,length=100,eod=7"
-    read = IndexedDataset(name, index_cache_dir=tmp_path)
+    read = IndexedDataset(name, storage=StorageConfig(cache_dir=tmp_path))
     document = np.asarray(read[3])
     assert (len(read), len(document), document[-1]) == (1000, 100, 7)
     assert not (document[:-1] == 7).any()
@@ -117,7 +117,7 @@ def test_mock_datasets_serve_every_order_without_any_data(tmp_path: Path) -> Non
             order=order,
             num_samples=(200, 0, 0),
             vocab_size=500,
-            index_cache_dir=tmp_path,
+            storage=StorageConfig(cache_dir=tmp_path),
         )
         first = [
             next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8)))["tokens"]

@@ -36,18 +36,22 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
     write_shards(tmp_path, [5, 6])
     with running(tmp_path) as server:
         storage = StorageConfig(
-            storage_options=server.storage_options, cache_dir=tmp_path / "cache"
+            storage_options=server.storage_options,
+            cache_dir=tmp_path / "cache",
+            cache_max_bytes=1 << 30,
         ).tuned(cache_chunk_bytes=1 << 20)
         config = DataConfig(
             blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
-            num_samples=(3000, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx",
+            num_samples=(3000, 0, 0), storage=storage,
             shuffle_lanes=8 if order == "stream" else None,
         )  # fmt: skip
         assert set(stream(config).unique().tolist()) == {5, 6}
         write_shards(tmp_path, [7, 8])
         got = stream(config)
         assert set(got.unique().tolist()) == {7, 8}
-        assert torch.equal(got, stream(replace(config, storage=replace(storage, cache_dir=None))))
+        assert torch.equal(
+            got, stream(replace(config, storage=replace(storage, cache_max_bytes=0)))
+        )
         if order == "sequential":
             before = server.counts()["bytes"]
             assert torch.equal(stream(config), got)
@@ -85,15 +89,14 @@ def test_a_folder_below_the_home_folder_is_found_by_its_tilde(
     monkeypatch.chdir(tmp_path)
     assert str(StorageConfig(cache_dir="~/x").cache_dir) == str(tmp_path / "home" / "x")
     assert str(StorageConfig(cache_dir=Path("~/x")).cache_dir) == str(tmp_path / "home" / "x")
-    config = DataConfig(blend=["a"], sequence_length=8, index_cache_dir="~/y")
-    assert str(config.index_cache_dir) == str(tmp_path / "home" / "y")
+    config = DataConfig(blend=["a"], sequence_length=8, storage=StorageConfig(cache_dir="~/y"))
+    assert str(config.storage.cache_dir) == str(tmp_path / "home" / "y")
     (tmp_path / "data").mkdir()
     write_shards(tmp_path, [5, 6])
     with running(tmp_path) as server:
         IndexedDataset(
             "s3://data/web.manifest.json",
-            StorageConfig(storage_options=server.storage_options),
-            "~/z",
+            StorageConfig(storage_options=server.storage_options, cache_dir="~/z"),
         )
     assert (tmp_path / "home" / "z").is_dir()
     assert not (tmp_path / "~").exists()

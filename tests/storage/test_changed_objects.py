@@ -60,8 +60,7 @@ class Place:
             sequence_length=16,
             order=order,  # type: ignore[arg-type]
             num_samples=(96, 0, 0),
-            storage=self.storage,
-            index_cache_dir=self.root / "cache",
+            storage=self.storage.changed(cache_dir=self.root / "cache"),
         )
 
 
@@ -75,12 +74,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 def indexed(place: Place) -> Callable[[], Any]:
-    dataset = IndexedDataset("s3://data/web", place.storage, place.root / "cache")
+    dataset = IndexedDataset("s3://data/web", place.storage.changed(cache_dir=place.root / "cache"))
     return lambda: dataset[3]
 
 
 def indexed_slice(place: Place) -> Callable[[], Any]:
-    dataset = IndexedDataset("s3://data/web", place.storage, place.root / "cache")
+    dataset = IndexedDataset("s3://data/web", place.storage.changed(cache_dir=place.root / "cache"))
     return lambda: dataset[3:9]
 
 

@@ -288,7 +288,7 @@ import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
 storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {server.endpoint!r}}}).tuned(read_timeout=2)
 config = DataConfig(
-    blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r}
+    blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage.changed(cache_dir={str(tmp_path)!r})
 )
 loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
 print("ready", flush=True)

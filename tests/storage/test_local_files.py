@@ -138,7 +138,7 @@ def test_a_worker_that_maps_the_file_anew_notices_that_it_changed(tmp_path: Path
 MORE_SHARDS_THAN_DESCRIPTORS = """
 import resource, sys
 from pathlib import Path
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
 from tests.storage.test_local_files import write_shard
 
 for number in range(150):
@@ -146,7 +146,7 @@ for number in range(150):
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 for order in ("stream", "megatron"):
     config = DataConfig(blend=[f"{sys.argv[1]}/data/"], sequence_length=16, order=order, num_samples=(3000, 0, 0),
-                        index_cache_dir=Path(sys.argv[1]) / "cache")
+                        storage=StorageConfig(cache_dir=Path(sys.argv[1]) / "cache"))
     with StreamLoader(config, micro_batch_size=100, global_batch_size=100, dp_rank=0, dp_size=1) as loader:
         print(order, len({int(token) for batch in loader for token in batch["tokens"].reshape(-1)}))
 """
@@ -214,7 +214,10 @@ def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix:
     opened = IndexedDataset(shard)
     used = IndexedDataset(shard)
     config = DataConfig(
-        blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache"
+        blend=[shard],
+        sequence_length=64,
+        num_samples=(8, 0, 0),
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
     samples = map_style(build_datasets(config)[0])
     assert (tokens(used, 3) == 5).all()
@@ -254,8 +257,7 @@ def first_batches(shard: str, order: str, storage: StorageConfig, cache: Path) -
         sequence_length=512,
         order=order,  # type: ignore[arg-type]
         num_samples=(40, 0, 0),
-        storage=storage,
-        index_cache_dir=cache,
+        storage=storage.changed(cache_dir=cache),
     )
     with StreamLoader(
         config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1
@@ -276,7 +278,7 @@ def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix
     assert len(mapped) == 16
     for storage in (
         StorageConfig().tuned(local_io="pread"),
-        StorageConfig(cache_dir=tmp_path / "pages").tuned(local_io="pread"),
+        StorageConfig(cache_max_bytes=1 << 30).tuned(local_io="pread"),
     ):
         np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
 
@@ -314,8 +316,7 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
     write_shard(tmp_path / "shard", 5)
     dataset = IndexedDataset(
         str(tmp_path / "shard"),
-        StorageConfig().tuned(local_io="pread", max_retries=2),
-        tmp_path / "cache",
+        StorageConfig(cache_dir=tmp_path / "cache").tuned(local_io="pread", max_retries=2),
     )
     read = os.preadv
     failures = iter([errno.EIO, errno.ESTALE])
@@ -389,7 +390,7 @@ def test_files_of_another_machine_are_read_by_pread(tmp_path: Path, mounted: Any
     for name, is_mapped in (("shared", False), ("link", False), ("shared/local", True)):
         prefix = str(tmp_path / name / "shard")
         assert isinstance(open_store(prefix, StorageConfig())[0], PreadStore) != is_mapped
-        dataset = IndexedDataset(prefix, StorageConfig(), tmp_path / "cache")
+        dataset = IndexedDataset(prefix, StorageConfig(cache_dir=tmp_path / "cache"))
         assert dataset.mmap == is_mapped
         assert (tokens(dataset, 3) == 5).all()
     assert IndexedDataset(str(tmp_path / "shared" / "shard"), mmap=True).mmap

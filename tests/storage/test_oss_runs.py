@@ -192,7 +192,9 @@ def test_map_style_datasets_pages_and_workers_read_the_same(
         assert torch.equal(remote_sample, own_sample)
     # A request that is sent again, as on a machine with much to do, goes past the cache: what it
     # brings is on the disk only when the first one is answered, too.
-    on_disk = replace(storage, cache_dir=tmp_path / "pages").tuned(hedge_requests=False)
+    on_disk = replace(storage, cache_dir=tmp_path / "pages", cache_max_bytes=1 << 30).tuned(
+        hedge_requests=False
+    )
     cached = replace(config, order="stream", shuffle_lanes=16, storage=on_disk)
     expected = stream(replace(cached, blend=blend_of(local), storage=StorageConfig()))
     assert torch.equal(stream(cached), expected)

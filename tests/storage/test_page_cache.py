@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.cli.main import main
+from streammega.dataset import default_cache_dir
 from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import try_lock
@@ -313,11 +314,44 @@ def test_a_cache_dir_that_cannot_be_made_is_one_warning(
     server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    storage = replace(storage_of(server, "obstore"), cache_dir=tmp_path / "file")
+    storage = replace(
+        storage_of(server, "obstore"), cache_dir=tmp_path / "file", cache_max_bytes=1 << 30
+    )
     plain = config_of("stream", "s3:/", tmp_path / "idx", storage_of(server, "obstore"))
     with caplog.at_level(logging.WARNING):
         assert torch.equal(stream(replace(plain, storage=storage)), stream(plain))
     assert len([record for record in caplog.records if "without a cache" in record.message]) == 1
+
+
+@pytest.mark.guarantee("cache-one-folder")
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_only_a_folder_keeps_indices_and_no_tokens_which_is_said_once(
+    server: Running, tmp_path: Path, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    config = config_of(order, "s3:/", cache, storage_of(server, "obstore"), samples=400)
+    with caplog.at_level(logging.INFO):
+        stream(replace(config, blend=[f"{server.root}/data/web"]))
+        assert "cache_max_bytes" not in caplog.text, "no token of a local file would be kept"
+        stream(config)
+        stream(config)
+    assert caplog.text.count(f"{cache}: keeps copies of .idx files and built orders; set ") == 1
+    assert not (cache / "chunks").exists()
+    assert bool(list(cache.glob("order/*.npy"))) == (order == "megatron")
+    assert bool(list(cache.glob("idx/*.idx"))) == (order == "megatron")
+
+
+@pytest.mark.guarantee("cache-one-folder")
+def test_without_a_folder_tokens_are_kept_in_the_users_cache(
+    server: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = replace(storage_of(server, "obstore"), cache_max_bytes=1 << 30)
+    config = config_of("stream", "s3:/", tmp_path, storage, samples=400)
+    config = replace(config, storage=storage)
+    with caplog.at_level(logging.INFO):
+        stream(config)
+    assert page_cache.entries(default_cache_dir() / "chunks")
+    assert "cache_max_bytes" not in caplog.text
 
 
 def bin_bytes(root: Path) -> int:
@@ -332,9 +366,9 @@ def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
 ) -> None:
     plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(server, "obstore"))
     expected = stream(plain)
-    storage = replace(plain.storage, cache_dir=tmp_path / "cache", memory_bytes=4_000_000).tuned(
-        cache_chunk_bytes=CHUNK
-    )
+    storage = replace(
+        plain.storage, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 30, memory_bytes=4_000_000
+    ).tuned(cache_chunk_bytes=CHUNK)
     config = replace(plain, storage=storage)
     assert torch.equal(stream(config), expected)
     wait_until_staged(config, bin_bytes(server.root))
@@ -375,7 +409,9 @@ def wait_until_staged(config: DataConfig, total: int) -> None:
 def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
     """Read a stream through a cache: to be killed meanwhile."""
     storage = StorageConfig(
-        storage_options={"anon": True, "endpoint_url": endpoint}, cache_dir=Path(folder) / "cache"
+        storage_options={"anon": True, "endpoint_url": endpoint},
+        cache_dir=Path(folder) / "cache",
+        cache_max_bytes=1 << 30,
     ).tuned(max_request_bytes=65536, cache_chunk_bytes=1 << 20)
     print("started", flush=True)
     for _ in StreamLoader(
@@ -410,7 +446,7 @@ def kill_at_random_moments(
     server.behave()
     plain = config_of(order, "s3:/", folder / "idx", storage_of(server, "obstore"))
     storage = StorageConfig(
-        storage_options=server.storage_options, cache_dir=folder / "cache"
+        storage_options=server.storage_options, cache_dir=folder / "cache", cache_max_bytes=1 << 30
     ).tuned(max_request_bytes=65536, cache_chunk_bytes=1 << 20)
     cached = replace(plain, storage=storage)
     assert torch.equal(stream(cached), stream(plain))

@@ -227,13 +227,11 @@ def memory_with(site: Site) -> list[str]:
 def test_files_of_a_run_hold_no_passwords(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = StorageConfig(cache_dir=tmp_path / "cache").tuned(max_retries=0)
+    storage = StorageConfig(cache_dir=tmp_path / "cache", cache_max_bytes=1 << 30).tuned(
+        max_retries=0
+    )
     for order in ("stream", "megatron"):
-        one_batch(
-            config(
-                f"{site.url}/set", order=order, storage=storage, index_cache_dir=tmp_path / "index"
-            )
-        )
+        one_batch(config(f"{site.url}/set", order=order, storage=storage))
     assert list((tmp_path / "cache").rglob("object.json"))
     made = convert(
         [f"{site.url}/texts.jsonl"], str(tmp_path / "out" / "set"), tokenizer="bytes", storage=FAST

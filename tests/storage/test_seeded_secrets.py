@@ -283,12 +283,11 @@ def commands(
             "blend": [f"{root}/web"],
             "num_samples": [16, 0, 0],
             "split": "1,0,0",
-            "index_cache_dir": f"{folder}/indices",
             "index_publish_url": f"{root}/shared",
         },
         train={"train_iters": 2, "save_interval": 1, "out_dir": f"{root}/run"},
         **{
-            "data.storage": settings | {"cache_dir": f"{folder}/pages"},
+            "data.storage": settings | {"cache_dir": f"{folder}/cache", "cache_max_bytes": 1 << 30},
             "data.storage.storage_options": dict(options),
         },
     )
@@ -311,7 +310,7 @@ def commands(
         ["train", run],
         ["plot", f"{root}/run", "--out", f"{folder}/plot.png", *storage],
         ["trace", run, "--step", "1"],
-        ["cache", "ls", f"{folder}/pages"],
+        ["cache", "ls", f"{folder}/cache"],
         ["describe", f"{root}/wbe", *storage],
         ["view", f"{root}/wbe", *storage],
         ["convert", "--storage", SECRETS["secret"], texts, f"{root}/made"],
@@ -460,8 +459,7 @@ def use_the_library(world: World, environment: dict[str, str], root: str) -> Non
         blend=[f"{root}/web"],
         sequence_length=16,
         num_samples=(8, 0, 0),
-        storage=storage.changed(cache_dir=world.written / "pages"),
-        index_cache_dir=world.written / "indices",
+        storage=storage.changed(cache_dir=world.written / "cache", cache_max_bytes=1 << 30),
     )
     store, _ = open_store(f"{root}/web.bin", storage)
     shown = [storage, config, load_run(str(world.given / "run.toml")), store]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -959,6 +960,18 @@ def test_stores_are_not_shared_where_the_environment_leads_elsewhere(
     monkeypatch.setenv(name, "the-former")
     assert open_store(f"{scheme}://bucket/key", storage)[0] is former
     assert "the-former" not in repr(list(storage_open._stores))
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_settings_of_the_cache_make_no_client_of_their_own(transport: Any, tmp_path: Path) -> None:
+    storage = StorageConfig(transport=transport)
+    shared, _ = open_store("s3://bucket/key", storage)
+    for cache in (
+        storage.changed(cache_dir=tmp_path),
+        storage.changed(cache_dir=tmp_path, cache_max_bytes=1 << 30),
+    ):
+        assert open_store("s3://bucket/key", cache)[0] is shared
+    assert open_store("s3://bucket/key", replace(storage, request_timeout=7.0))[0] is not shared
 
 
 def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:

@@ -53,8 +53,9 @@ def config_of(servers: tuple[S3, S3], order: Any, cache: Path, **settings: Any) 
             "sequence_length": 16,
             "order": order,
             "num_samples": (100, 0, 0),
-            "index_cache_dir": cache,
-            "storage": StorageConfig(storage_options=near.options).tuned(max_retries=1),
+            "storage": StorageConfig(storage_options=near.options, cache_dir=cache).tuned(
+                max_retries=1
+            ),
             "storage_by_prefix": {"s3://far/": StorageConfig(storage_options=options_of(far))},
             **settings,
         }
@@ -100,6 +101,7 @@ def test_the_longest_prefix_wins_and_all_else_is_storage(servers: tuple[S3, S3])
     ):
         assert config.storage.for_url(url).request_timeout == timeout
     assert config.storage.for_url("s3://far/x").tuning.max_retries == 1, "as all of the loader"
+    assert config.storage.for_url("s3://far/x").cache_dir == Path("unused"), "as all of the loader"
     assert (
         replace(config, storage_by_prefix={}).storage.for_url("s3://far/x").request_timeout == 60.0
     )
@@ -113,11 +115,13 @@ def test_a_map_style_dataset_keeps_the_settings_of_prefixes(
     cases: list[dict[str, Any]] = [{}, {"mmap": False}, {"object_storage_config": chunks}]
     for options in cases:
         dataset = IndexedDataset(
-            "s3://far/data/web", storage=storage, index_cache_dir=tmp_path, **options
+            "s3://far/data/web", storage=storage.changed(cache_dir=None), **options
         )
         assert len(dataset) > 0
-    tuning = dataset.storage.for_url("s3://far/data/web").tuning
-    assert tuning.cache_chunk_bytes == 4 << 20
+    far = dataset.storage.for_url("s3://far/data/web")
+    assert far.tuning.cache_chunk_bytes == 4 << 20
+    assert far.cache_dir == tmp_path / "idx"
+    assert list((tmp_path / "idx").rglob("*.idx"))
 
 
 def test_tuning_is_kept_by_copies_pickles_and_prefixes(
@@ -196,8 +200,8 @@ def write_run(
     near, far = servers
     path.write_text(
         '[data]\nblend = ["0.5", "s3://near/data/web", "0.5", "s3://far/data/web"]\n'
-        f'sequence_length = 16\norder = "stream"\nindex_cache_dir = "cache"\n'
-        f'[data.storage.storage_options]\nkey = "{KEY}"\nsecret = "x"\n'
+        f'sequence_length = 16\norder = "stream"\n'
+        f'[data.storage]\ncache_dir = "cache"\n[data.storage.storage_options]\nkey = "{KEY}"\nsecret = "x"\n'
         f'endpoint_url = "{near.endpoint}"\n'
         f'[data.storage_by_prefix."s3://far/"]\n{of_prefix}'
         f'[data.storage_by_prefix."s3://far/".storage_options]\nkey = "{KEY}"\n'

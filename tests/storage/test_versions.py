@@ -116,12 +116,14 @@ def test_what_has_no_version_is_kept_in_no_cache(
         server.left_out = {
             (method, name) for method in ("HEAD", "GET") for name in ("ETag", "Last-Modified")
         }
-        storage = StorageConfig(transport=transport, cache_dir=tmp_path / "pages").tuned(  # type: ignore[arg-type]
-            max_retries=0
-        )
+        storage = StorageConfig(
+            transport=transport,  # type: ignore[arg-type]
+            cache_dir=tmp_path / "cache",
+            cache_max_bytes=1 << 30,
+        ).tuned(max_retries=0)
         config = DataConfig(
             blend=[f"{server.url}/p"], sequence_length=16, order=order, num_samples=(64, 0, 0), storage=storage,  # type: ignore[arg-type]
-            index_cache_dir=tmp_path / "indices", shuffle_lanes=8 if order == "stream" else None,
+            shuffle_lanes=8 if order == "stream" else None,
         )  # fmt: skip
         for token in (5, 7):
             put_pair(server, tmp_path, token)
@@ -130,7 +132,7 @@ def test_what_has_no_version_is_kept_in_no_cache(
                     assert batch["tokens"].unique().tolist() == [token]
                     if loader.consumed_samples >= 64:
                         break
-        assert not list((tmp_path / "indices").glob("idx/*.idx"))
+        assert not list((tmp_path / "cache").glob("idx/*.idx"))
         told = [
             record.message
             for record in caplog.records
@@ -144,7 +146,7 @@ def test_urls_of_http_by_fsspec_have_one_scheme(tmp_path: Path) -> None:
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
         indexed = IndexedDataset(
-            f"{server.url}/p", StorageConfig(transport="fsspec"), tmp_path / "indices"
+            f"{server.url}/p", StorageConfig(transport="fsspec", cache_dir=tmp_path / "indices")
         )
         assert repr(indexed).startswith(f"IndexedDataset('{server.url}/p'")
 

@@ -158,7 +158,7 @@ class TitanAdapter(Adapter):
 
         settings = {
             "shuffle_lanes": config.shuffle_lanes,
-            "index_cache_dir": config.index_cache_dir,
+            "storage": {"cache_dir": config.storage.cache_dir},
             "phases": config.phases,
         }
         given = SimpleNamespace(

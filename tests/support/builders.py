@@ -196,7 +196,10 @@ def write_tokenizer(path: Path, words: Sequence[str], special: Sequence[str] = (
 
 def data_config(blend: Any, folder: Path, **settings: Any) -> DataConfig:
     """Samples of 16 tokens, 400 of them where the order has an end; its cache is in the folder."""
-    defaults: dict[str, Any] = {"sequence_length": 16, "index_cache_dir": folder / "cache"}
+    defaults: dict[str, Any] = {
+        "sequence_length": 16,
+        "storage": StorageConfig(cache_dir=folder / "cache"),
+    }
     if settings.get("order") != "stream":
         defaults["num_samples"] = (400, 0, 0)
     return DataConfig(blend=blend, **(defaults | settings))
@@ -205,10 +208,12 @@ def data_config(blend: Any, folder: Path, **settings: Any) -> DataConfig:
 def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
     """FOLDER/run.toml of a small model on the CPU, in FOLDER/run; returns its path.
 
-    Settings of a section replace or add to these; None leaves one out.
+    Settings of a section replace or add to these; None leaves one out, and a section without any is
+    left out too.
     """
     defaults: dict[str, dict[str, Any]] = {
-        "data": {"sequence_length": 16, "split": "90,10,0", "index_cache_dir": f"{folder}/cache"},
+        "data": {"sequence_length": 16, "split": "90,10,0"},
+        "data.storage": {"cache_dir": f"{folder}/cache"},
         "model": {"vocab_size": 1000, "dim": 16, "layers": 1, "heads": 2},
         "train": {
             "micro_batch_size": 2,
@@ -221,9 +226,9 @@ def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
     lines = []
     for section in dict.fromkeys([*defaults, *sections]):
         settings = defaults.get(section, {}) | sections.get(section, {})
-        lines.append(f"[{section}]")
         # JSON of scalars and lists is TOML
-        lines += [f"{name} = {json.dumps(v)}" for name, v in settings.items() if v is not None]
+        given = [f"{name} = {json.dumps(v)}" for name, v in settings.items() if v is not None]
+        lines += [f"[{section}]", *given] if given else []
     path = folder / "run.toml"
     path.write_text("\n".join(lines) + "\n")
     return str(path)

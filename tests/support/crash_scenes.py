@@ -193,10 +193,9 @@ class NodeCaches(Scene):
             "blend": [(f"{self.bucket_url}data/web", 0.7), (f"{self.bucket_url}data/code", 0.3)],
             "sequence_length": 512,
             "num_samples": (600, 0, 0),
-            "index_cache_dir": self.disk / "cache",
             "index_publish_url": f"{self.bucket_url}shared",
             "storage": StorageConfig(
-                cache_dir=self.disk / "cache", max_concurrent_requests=1
+                cache_dir=self.disk / "cache", cache_max_bytes=1 << 30, max_concurrent_requests=1
             ).tuned(cache_chunk_bytes=1 << 20),
         }
         return DataConfig(**(defaults | settings))

@@ -47,6 +47,7 @@ def read_through(
             request_timeout=1.0 if kind == "drip" else 8.0,
             memory_bytes=120_000,  # a fraction of the data, so that much is read during the outage
             cache_dir=cache if kind == "disk full" else None,
+            cache_max_bytes=1 << 30 if kind == "disk full" else 0,
         ).tuned(max_retries=None, cache_chunk_bytes=1 << 20)
         config = config_of("stream", "s3:/", folder / "index", storage, samples=2400)
         expected = stream(replace(config, blend=blend_of(folder)))

@@ -49,8 +49,7 @@ def config_of(
         num_samples=(samples, 0, 0),
         shuffle_lanes=16 if order == "stream" else None,
         shuffle_block_bytes=2048,
-        storage=storage,
-        index_cache_dir=cache,
+        storage=storage if storage.cache_dir else storage.changed(cache_dir=cache),
     )
 
 

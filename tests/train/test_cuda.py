@@ -19,6 +19,7 @@ from streammega import (
     ParallelLayout,
     RankBatches,
     Ranks,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
 )
@@ -57,7 +58,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
         sequence_length=512,
         num_samples=(8 * BATCHES, 0, 0),
         eod_id=7,
-        index_cache_dir=tmp_path / "c",
+        storage=StorageConfig(cache_dir=tmp_path / "c"),
     )
     return replace(config, **FIELDS[request.param])
 

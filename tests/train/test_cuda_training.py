@@ -21,6 +21,7 @@ from streammega import (
     ParallelLayout,
     RankBatches,
     Ranks,
+    StorageConfig,
     StreamingDataset,
 )
 from streammega.parallel import open_loader
@@ -296,7 +297,7 @@ def test_rank_batches_of_a_device_are_those_of_the_cpu(
             sequence_length=64,
             num_samples=(64, 0, 0),
             eod_id=7,
-            index_cache_dir=tmp_path / "c",
+            storage=StorageConfig(cache_dir=tmp_path / "c"),
             **flags,
         )
         micro = 1 if number % 2 else 4

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from streammega import DataConfig, PhaseConfig
+from streammega import DataConfig, PhaseConfig, StorageConfig
 from streammega.samples.document_names import DocumentName
 from streammega.samples.provenance import Provenance
 from tools.bench import harness
@@ -40,7 +40,11 @@ def configs(samples: int, cache: str) -> dict[str, tuple[DataConfig, int]]:
     many = [(mock(samples * LENGTH // 1000, seed), 1.0 + seed % 7) for seed in range(1000)]
     middle = samples // 4 // BATCH * BATCH
     stream = DataConfig(
-        blend=one, order="stream", sequence_length=LENGTH, seed=SEED, index_cache_dir=cache
+        blend=one,
+        order="stream",
+        sequence_length=LENGTH,
+        seed=SEED,
+        storage=StorageConfig(cache_dir=cache),
     )
     shorter = PhaseConfig(first_sample=middle, sequence_length=LENGTH // 2)
     few = replace(stream, blend=[mock(10**9, 0)], order="megatron", num_samples=(samples, 0, 0))

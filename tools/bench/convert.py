@@ -283,8 +283,7 @@ def side_train(
         blend=[blend],
         sequence_length=128 if model else 4096,
         order="stream",
-        storage=StorageConfig(storage_options=options or {}),
-        index_cache_dir=FOLDER / "cache",
+        storage=StorageConfig(storage_options=options or {}, cache_dir=FOLDER / "cache"),
     )
     learn = gpt_step() if model else lambda batch: None
     sample_tokens = config.sequence_length

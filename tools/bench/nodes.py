@@ -273,8 +273,7 @@ def open_all(rank: int, size: int, cache: Path, options: dict[str, Any], way: st
         blend=[f"s3://opened/d{number}" for number in range(OPENED_DATASETS)],
         sequence_length=LENGTH,
         order="stream",
-        index_cache_dir=cache / "index",
-        storage=StorageConfig(storage_options=options).tuned(
+        storage=StorageConfig(storage_options=options, cache_dir=cache).tuned(
             hedge_requests=False, resident_bytes=0
         ),
     )
@@ -339,9 +338,8 @@ def config_of(
         shuffle_block_bytes=256 << 10,
         split="1,0,0",
         num_samples=(samples, 0, 0),
-        index_cache_dir=cache / "index",
         storage=StorageConfig(
-            storage_options=options, cache_dir=cache / "pages" if has_pages else None
+            storage_options=options, cache_dir=cache, cache_max_bytes=64 << 30 if has_pages else 0
         ).tuned(hedge_requests=False, resident_bytes=0),
     )
 
@@ -455,7 +453,7 @@ def read_alone(
 
 def damage(cache: Path) -> int:
     """Write over some bytes of each file of a page cache; returns how many files there were."""
-    paths = list(cache.glob("pages/chunks/*/*.data"))
+    paths = list(cache.glob("chunks/*/*.data"))
     for path in paths:
         with open(path, "r+b") as file:
             for at in range(0, path.stat().st_size - 64, DAMAGE_EVERY):

@@ -117,8 +117,7 @@ def config_of(blend: Sequence[str], length: int, arguments: dict[str, Any]) -> A
         blend=list(blend),
         sequence_length=length,
         order="stream",
-        index_cache_dir=arguments["cache"],
-        storage=StorageConfig(storage_options=arguments["options"]),
+        storage=StorageConfig(storage_options=arguments["options"], cache_dir=arguments["cache"]),
     )
 
 

@@ -81,7 +81,9 @@ def config_of(a: Result) -> Any:
     import streammega as sm
 
     options = {"anon": True, "endpoint_url": a["endpoint"]} if "endpoint" in a else {}
-    storage = sm.StorageConfig(storage_options=options, **a.get("storage", {}))
+    storage = sm.StorageConfig(
+        **{"storage_options": options, "cache_dir": a["index_cache"], **a.get("storage", {})}
+    )
     storage = storage.tuned(**a.get("tuning", {}))
     return sm.DataConfig(
         blend=[a["prefix"]],
@@ -89,7 +91,6 @@ def config_of(a: Result) -> Any:
         order=a.get("order", "stream"),
         num_samples=(a.get("num_samples", 500_000), 0, 0),
         storage=storage,
-        index_cache_dir=a["index_cache"],
         **({"fields": a["fields"]} if "fields" in a else {}),
         **a.get("data", {}),
     )

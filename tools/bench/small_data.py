@@ -147,8 +147,9 @@ def rate(server: Running, name: str, length: int, ranks: int) -> tuple[float, fl
         blend=f"s3://data/{name.replace(' ', '')}",
         sequence_length=length,
         order="stream",
-        storage=StorageConfig(storage_options=server.storage_options),
-        index_cache_dir=server.root.parent / "idx",
+        storage=StorageConfig(
+            storage_options=server.storage_options, cache_dir=server.root.parent / "idx"
+        ),
     )
     with StreamLoader(config, **sizes, dp_rank=0, dp_size=ranks) as loader:
         next(loader)

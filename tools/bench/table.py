@@ -523,7 +523,11 @@ def cached(chosen: Chosen) -> None:
     cache = runner.FOLDER / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     with runner.serving() as bench:
-        ours = partial(bench.ours, order="megatron", storage={"cache_dir": str(cache)})
+        ours = partial(
+            bench.ours,
+            order="megatron",
+            storage={"cache_dir": str(cache), "cache_max_bytes": 64 << 30},
+        )
         ours(seconds=25)
         sides: dict[str, Callable[[], Result | None]] = {
             "local": partial(our_local, bench, "megatron", 2000),

@@ -261,7 +261,10 @@ def model_of(side: str, device: torch.device) -> Model:
 def time_batches(device: torch.device, runs: int, prefix: str) -> Times:
     rows, length = SENT.rows, SENT.length
     config = DataConfig(
-        blend=[prefix], sequence_length=length, order="stream", index_cache_dir=f"{prefix}.cache"
+        blend=[prefix],
+        sequence_length=length,
+        order="stream",
+        storage=StorageConfig(cache_dir=f"{prefix}.cache"),
     )
     ranks = Ranks(ParallelLayout(tp=2))
     times: Times = {"get_batch": [], "five broadcasts": [], "bytes": []}
@@ -366,8 +369,8 @@ def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -
 
 def config_of(prefix: str, size: Size, cache: str, options: dict[str, Any]) -> DataConfig:
     return DataConfig(
-        blend=[prefix], sequence_length=size.length, order="stream", index_cache_dir=cache, eod_id=0,
-        storage=StorageConfig(storage_options=options),
+        blend=[prefix], sequence_length=size.length, order="stream", eod_id=0,
+        storage=StorageConfig(storage_options=options, cache_dir=cache),
     )  # fmt: skip
 
 

@@ -69,7 +69,11 @@ BATCHES = 6
 
 
 def config(blend: Any, **settings: Any) -> DataConfig:
-    defaults: dict[str, Any] = {"sequence_length": 16, "seed": 7, "index_cache_dir": "cache"}
+    defaults: dict[str, Any] = {
+        "sequence_length": 16,
+        "seed": 7,
+        "storage": StorageConfig(cache_dir="cache"),
+    }
     return DataConfig(blend=blend, **(defaults | settings))
 
 
