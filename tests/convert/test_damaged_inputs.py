@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import mmap
 import tarfile
 import tracemalloc
 import weakref
@@ -137,9 +138,9 @@ def test_reading_gives_what_decodes_and_then_the_error(
     packed = b"".join(
         PACKERS[suffix](data[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)
     )
-    whole = PieceReader(decompress(io.BytesIO(packed), suffix))
+    whole = PieceReader(decompress(io.BytesIO(packed), suffix, "a"))
     assert b"".join(iter(lambda: whole.read(reads), b"")) == data
-    file = PieceReader(decompress(io.BytesIO(packed[:cut]), suffix))
+    file = PieceReader(decompress(io.BytesIO(packed[:cut]), suffix, "a"))
     found = b""
     try:
         while piece := file.read(reads):
@@ -322,7 +323,7 @@ def test_a_limit_needs_faults_to_be_skipped(
 def test_a_few_bytes_that_become_many_come_in_pieces(suffix: str) -> None:
     bomb = PACKERS[suffix](bytes(200 << 20))
     assert len(bomb) < 1 << 18
-    sizes = [len(piece) for piece in decompress(io.BytesIO(bomb), suffix)]
+    sizes = [len(piece) for piece in decompress(io.BytesIO(bomb), suffix, "a")]
     assert sum(sizes) == 200 << 20
     assert max(sizes) <= 64 << 20
 
@@ -590,6 +591,78 @@ def test_a_dictionary_of_xz_that_claims_gigabytes_is_refused(tmp_path: Path) -> 
         convert_to(tmp_path, path, on_error="stop")
     path.write_bytes(lzma.compress(b"\n".join(LINES), preset=9 | lzma.PRESET_EXTREME))
     convert_to(tmp_path, path, on_error="stop")
+
+
+def long_window(data: bytes, log: int) -> bytes:
+    """A member of zstd as `--long=LOG` makes it: a block that is stored as it is."""
+    size_and_last = (len(data) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\0" + bytes([log - 10 << 3]) + size_and_last + data
+
+
+def write_windowed(folder: Path, form: str, log: int) -> Path:
+    """An input with the text "one", in a member of zstd with such a window."""
+    line = b'{"text": "one"}\n'
+    if form in ("mds", "litdata"):
+        item = mds_item(b"one")
+        shard = np.array([1, 12, 12 + len(item)], "<u4").tobytes() + item
+        (folder / "shard").write_bytes(long_window(shard, log))
+        described = {
+            "format": "mds",
+            "compression": "zstd",
+            "column_names": ["text"],
+            "column_encodings": ["str"],
+            "column_sizes": [None],
+            "raw_data": {"basename": "shard"},
+        }
+        config = {"data_format": ["str"], "compression": "zstd"}
+        index = {
+            "mds": {"shards": [described]},
+            "litdata": {"config": config, "chunks": [{"filename": "shard"}]},
+        }
+        (folder / "index.json").write_text(json.dumps(index[form]))
+        return folder
+    if form == "member":
+        path = folder / "a.tar"
+        packed = long_window(line, log)
+        with tarfile.open(path, "w") as archive:
+            member = tarfile.TarInfo("a.jsonl.zst")
+            member.size = len(packed)
+            archive.addfile(member, io.BytesIO(packed))
+        return path
+    path = folder / "a.jsonl.zst"
+    path.write_bytes(long_window(line, log))
+    return path
+
+
+WINDOWED = ("jsonl", "member", "mds", "litdata")
+
+
+@pytest.mark.parametrize("form", WINDOWED)
+@pytest.mark.parametrize("log", [28, 31])
+def test_windows_as_long_as_zstd_makes_them_are_read(form: str, log: int, tmp_path: Path) -> None:
+    path = write_windowed(tmp_path, form, log)
+    convert_to(tmp_path, path, on_error="stop")
+    assert made(tmp_path) == ["one"]
+
+
+@pytest.mark.parametrize("form", WINDOWED)
+def test_a_longer_window_is_no_damage(form: str, tmp_path: Path) -> None:
+    path = write_windowed(tmp_path, form, 32)
+    with pytest.raises(ConvertError, match="window needs more than 2048 MiB") as caught:
+        convert_to(tmp_path, path, on_error="stop")
+    assert "--long=31" in str(caught.value)
+    assert "whole" not in str(caught.value)
+
+
+@pytest.mark.guarantee("sizes-before-memory")
+def test_a_window_takes_the_memory_of_what_is_in_it() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident_bytes()
+    pieces = decompress(io.BytesIO(long_window(bytes(1 << 10), 31) * 2), ".zst", "a")
+    assert len(next(pieces)) == 1 << 10
+    assert resident_bytes() - before < 64 << 20
 
 
 def write_arrow(path: Path, column: pa.Array, name: str = "text") -> None:

@@ -39,6 +39,20 @@ PIECE_BYTES = 1 << 20
 BUFFER_BYTES = 1 << 20
 MAX_XZ_BYTES = 1 << 29
 """Memory for the dictionary of .xz: `xz -9` needs 65 MiB, and a header may claim 4 GiB."""
+MAX_ZSTD_BYTES = 1 << 31
+"""Memory for the window of .zst: the longest that zstd itself makes (`--long=31`, as of some public
+dumps), and a header may claim 4 TiB. The library alone would read windows of 128 MiB at most.
+"""
+LIMITS = {
+    "Memory usage limit exceeded": (
+        f"its dictionary needs more than {MAX_XZ_BYTES >> 20} MiB; decompress it"
+    ),
+    "Frame requires too much memory": (
+        f"its window needs more than {MAX_ZSTD_BYTES >> 20} MiB; compress it again with --long=31 "
+        f"or less"
+    ),
+}
+"""What the libraries say of memory beyond these limits, and what we say: such a file is whole."""
 
 
 class Compression(NamedTuple):
@@ -54,13 +68,19 @@ class Compression(NamedTuple):
 
 
 _start_xz = partial(lzma.LZMADecompressor, memlimit=MAX_XZ_BYTES)
+
+
+def _start_zstd() -> Any:
+    return zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_BYTES).decompressobj()
+
+
 COMPRESSIONS = {
     # 16 tells zlib that there is a gzip header
     ".gz": Compression(partial(zlib.decompressobj, 16 + zlib.MAX_WBITS), rb"\x1f\x8b"),
     ".bz2": Compression(bz2.BZ2Decompressor, rb"BZh\d(1AY&SY|\x17rE8P\x90)"),
     ".xz": Compression(_start_xz, rb"\xfd7zXZ"),
     ".lzma": Compression(_start_xz, rb"\x5d\0\0\x80"),
-    ".zst": Compression(lambda: zstandard.ZstdDecompressor().decompressobj(), rb"\x28\xb5\x2f\xfd"),
+    ".zst": Compression(_start_zstd, rb"\x28\xb5\x2f\xfd"),
     ".zip": Compression(),
     ".lz4": Compression(package="lz4"),
     ".snappy": Compression(package="python-snappy"),
@@ -127,7 +147,7 @@ def open_stream(
             )
     with open_file(path, storage, name_in_fsspec, etag, note) as file:
         if compression.start is not None:
-            yield PieceReader(decompress(file, suffix))
+            yield PieceReader(decompress(file, suffix, name))
         elif suffix == ".zip":
             member = _only_member(file, name)
             yield PieceReader(iter(lambda: member.read1(BUFFER_BYTES), b""))
@@ -157,10 +177,11 @@ def _only_member(file: Any, name: str) -> Any:
     return archive.open(names[0])
 
 
-def decompress(file: Any, suffix: str) -> Iterator[bytes]:
+def decompress(file: Any, suffix: str, name: str) -> Iterator[bytes]:
     """The bytes of a compressed file, a piece at a time.
 
-    suffix: of the compression. Raises EOFError where it is cut short, OSError where it is damaged.
+    suffix: of the compression. name: of the file, for messages. Raises EOFError where it is cut
+    short, OSError where it is damaged, ConvertError where it needs too much memory.
     """
     start = COMPRESSIONS[suffix].start
     assert start is not None, suffix
@@ -179,12 +200,10 @@ def decompress(file: Any, suffix: str) -> Iterator[bytes]:
             try:
                 yield decompressor.decompress(data, *limit)
             except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-                reason = str(error)
-                if reason == "Memory usage limit exceeded":
-                    reason = (
-                        f"its dictionary needs more than {MAX_XZ_BYTES >> 20} MiB; decompress it"
-                    )
-                raise OSError(reason) from None
+                for reason, message in LIMITS.items():
+                    if reason in str(error):
+                        raise ConvertError(f"{name}: {message}") from None
+                raise OSError(str(error)) from None
             data = b""
         # zeros pad a file, to whole blocks for instance
         data = decompressor.unused_data.lstrip(b"\0")

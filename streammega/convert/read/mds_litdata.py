@@ -247,7 +247,7 @@ def _decompress(data: bytes, suffix: str, path: str, source: Source) -> bytes:
     size = 0
     max_bytes = max(source.options.max_record_bytes, MAX_SHARD_BYTES)
     try:
-        for piece in decompress(io.BytesIO(data), suffix):
+        for piece in decompress(io.BytesIO(data), suffix, path):
             pieces.append(piece)
             size += len(piece)
             if size > max_bytes:

@@ -122,7 +122,9 @@ def _suffix(head: bytes, packed: str, item: str) -> str:
     """The suffix of a stream's format, by its first bytes. packed: that of its compression."""
     if packed:
         try:
-            head = PieceReader(decompress(io.BytesIO(head), packed)).read(tarfile.BLOCKSIZE)
+            head = PieceReader(decompress(io.BytesIO(head), packed, _name(item))).read(
+                tarfile.BLOCKSIZE
+            )
         except (OSError, EOFError) as error:
             raise ConvertError(f"{_name(item)}: cannot be decompressed ({error})") from None
     if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"["):

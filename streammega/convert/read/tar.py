@@ -199,7 +199,7 @@ def _documents_of(
                 f"as .gz or .zst",
             )
             return
-        file = PieceReader(decompress(file, compression))
+        file = PieceReader(decompress(file, compression, in_one_line(where)))
     try:
         if suffix in JSON_LINES_SUFFIXES:
             for number, line in enumerate(read_lines(b"", file, max_bytes), 1):
