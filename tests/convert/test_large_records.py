@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
+import itertools
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,10 @@ from hypothesis import strategies as st
 from streammega import IndexedDataset
 from streammega.convert import convert
 from streammega.convert.read import source as read_source
+from streammega.convert.read import tables
 from streammega.convert.read.source import LongLine, read_lines
 from streammega.errors import ConvertError
-from tests.support.builders import convert_bytes, tar_bytes, write_tar
+from tests.support.builders import convert_bytes, stored_texts, tar_bytes, write_tar
 from tests.support.processes import launch
 
 MAX_BYTES = 3000
@@ -92,7 +96,7 @@ FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
     "in.tar": (tar, r"in\.tar!2\.txt: "),
     "packed.tar": (packed_tar, r"packed\.tar!2\.txt\.gz: "),
 }
-ENDS_THE_FILE = ("in.csv", "in.json")
+ENDS_THE_FILE = ("in.json",)
 """What follows a large record of these cannot be read."""
 
 
@@ -245,6 +249,62 @@ def test_rows_of_csv_are_measured_in_bytes(tmp_path: Path) -> None:
     )
     assert done.documents == 1
     assert done.dropped == {"too large": 1}
+
+
+cells = st.text(st.sampled_from('aa",;\n\r é'), max_size=40)
+
+
+@pytest.mark.guarantee("record-larger-max")
+@given(rows=st.lists(st.tuples(cells, cells), max_size=9), read_bytes=st.integers(1, 99))
+def test_a_large_row_of_csv_costs_itself_alone(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], read_bytes: int
+) -> None:
+    max_bytes = 40
+    folder = tmp_path_factory.mktemp("csv")
+    stored = []
+    for row in [("id", "text"), *rows, ("x", "last")]:
+        line = io.StringIO()
+        csv.writer(line).writerow(row)
+        stored.append(line.getvalue().encode())
+    (folder / "in.csv").write_bytes(b"".join(stored))
+    are_large = [len(line) - 2 > max_bytes for line in stored[1:-1]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "READ_BYTES", read_bytes)
+        done = convert(
+            [str(folder / "in.csv")],
+            str(folder / "out"),
+            tokenizer="bytes",
+            workers=1,
+            max_record_bytes=max_bytes,
+            on_error="skip",
+        )
+    kept = [text for (_, text), is_large in zip(rows, are_large, strict=True) if not is_large]
+    assert stored_texts(folder / "out") == [*filter(None, kept), "last"]
+    assert done.dropped.get("too large", 0) == sum(are_large)
+
+
+@pytest.mark.guarantee("record-larger-max")
+@pytest.mark.parametrize("cell", ["a" * 100, "a" * 99 + "\n", '","' * 200, ",a" * 200])
+def test_memory_of_a_large_row_of_csv_is_bounded(cell: str, tmp_path: Path) -> None:
+    repeats = (16 << 20) // len(cell)
+    with open(tmp_path / "in.csv", "w") as file:
+        file.write('text\nfirst\n"')
+        file.writelines(itertools.repeat(cell, repeats))
+        file.write('"\nlast\n')
+    tracemalloc.start()
+    done = convert(
+        [str(tmp_path / "in.csv")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        workers=1,
+        max_record_bytes=1 << 16,
+        on_error="skip",
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 << 20
+    assert stored_texts(tmp_path / "out")[0] == "first"
+    assert sum(done.dropped.values()) >= 1
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])

@@ -147,10 +147,20 @@ def test_rows_before_and_behind_broken_ones_are_kept(tmp_path: Path) -> None:
     report = convert_to(tmp_path, path, on_error="skip")
     assert made(tmp_path) == ["one", "f\no,ur", "six"]
     assert report.dropped == {"broken record": 3}
-    written(path, rows + b'"seven,7\n')
+
+
+@pytest.mark.parametrize("broken", [b'"seven,7\n', b'"se"ven,7\n'])
+@pytest.mark.parametrize("rest", [b"", b"eight,8\n" * 50, b"eight,8\n" * 49 + b"end,9"])
+def test_rows_behind_an_open_quote_are_lost_and_counted(
+    broken: bytes, rest: bytes, tmp_path: Path
+) -> None:
+    rows = b"text,id\none,1\n" + broken + rest
+    path = written(tmp_path / "a.csv", rows)
     report = convert_to(tmp_path, path, on_error="skip")
-    assert made(tmp_path) == ["one", "f\no,ur", "six"], "what follows an open quote is unknown"
-    assert report.dropped == {"broken record": 3, "unreadable file": 1}
+    assert made(tmp_path) == ["one"], "what follows an open quote is unknown"
+    assert report.dropped == {"unreadable row": 51 if rest else 1}
+    with pytest.raises(ConvertError, match="more than max_errors"):
+        convert_to(tmp_path, path, on_error="skip", max_errors="40%")
 
 
 def test_a_cell_may_be_longer_than_a_block(tmp_path: Path) -> None:

@@ -6,9 +6,13 @@ import bisect
 import contextlib
 import csv
 import io
+import itertools
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +24,10 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import format_suffix
 from streammega.convert.read.fields import id_fields, join_names, names_of, splits
 from streammega.convert.read.source import (
+    READ_BYTES,
     Input,
-    LongLine,
     Slice,
     Source,
-    read_lines,
     too_large,
     unreadable,
 )
@@ -49,6 +52,8 @@ VALUE_BYTES = 8
 """Bytes of a decoded value, about: of a number, or of the place of a text."""
 MAX_SHARED_BYTES = 64 << 20
 """Bytes that the texts of a row group may become without a look at the largest of them."""
+PIECE_BYTES = 64 << 10
+"""Bytes of a line of CSV at a time: expressions take many times as much while they replace."""
 DICTIONARY_BYTES = 1 << 20
 """Bytes of one read of a dictionary: as many as it has at most, as writers make it."""
 
@@ -299,21 +304,24 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
     A row is named by the line in which it begins. An empty cell is null.
     """
     path = source.path
+    options = source.options
     delimiter = "\t" if format_suffix(path) == ".tsv" else ","
-    # the module's own limit is 128 KiB
-    csv.field_size_limit(source.options.max_record_bytes)
+    # The module's own limit is 128 KiB. `_RowLines` gives it no more of a row than this.
+    csv.field_size_limit(min(2 * options.max_record_bytes, sys.maxsize))
     with source.open() as file:
-        rows = csv.reader(
-            _decoded_lines(file, path, source.options), delimiter=delimiter, strict=True
-        )
+        lines = _RowLines(file, options.max_record_bytes)
+        rows = csv.reader(iter(lines), delimiter=delimiter, strict=True)
         line = 1
-        header: list[str] = []
         try:
             header = next(rows, [])
-            _check_header(header, source.options, path)
-            line = rows.line_num + 1
+            if lines.row_is_too_large():
+                raise ConvertError(too_large(f"{path}:1", options))
+            _check_header(header, options, path)
+            line = lines.begin_row()
             for row in rows:
-                if len(row) == len(header):
+                if lines.row_is_too_large():
+                    source.fault("too large", too_large(f"{path}:{line}", options))
+                elif len(row) == len(header):
                     yield RawDocument(
                         data=b"",
                         path=path,
@@ -328,24 +336,89 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                         f"{pluralize(len(header), 'column')}; mend the row, or leave it out"
                     )
                     source.fault("broken record", message)
-                line = rows.line_num + 1
+                line = lines.begin_row()
         except csv.Error as error:
-            if "field limit" in str(error):
-                raise ConvertError(too_large(f"{path}:{line}", source.options)) from None
-            raise ConvertError(
+            message = (
                 f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what "
                 f"comes after it cannot be read"
-            ) from None
+            )
+            lost = 1 if options.on_error == "stop" else lines.count_from(line)
+            source.fault("unreadable row", message, lost)
 
 
-def _decoded_lines(file: Any, path: str, options: ConvertOptions) -> Iterator[str]:
-    """The lines of a file; bytes that are not UTF-8 become surrogates, which `_cell` undoes."""
-    mark = BYTE_ORDER_MARK
-    for number, line in enumerate(read_lines(b"", file, options.max_record_bytes), 1):
-        if isinstance(line, LongLine):
-            raise ConvertError(too_large(f"{path}:{number}", options))
-        yield line.removeprefix(mark).decode("utf-8", "surrogateescape")
-        mark = b""
+class _RowLines:
+    """The lines of a file for csv.reader, which takes as many as a row has.
+
+    Of a row that is too large, the lines beyond the limit are shortened: runs of letters, and of
+    quotes, which leave the reader in the same state, so that it finds the end of the row. Bytes
+    that are not UTF-8 become surrogates, which `_cell` undoes.
+    """
+
+    def __init__(self, file: Any, max_bytes: int) -> None:
+        self._pieces = _pieces_of_lines(file)
+        self._max_bytes = max_bytes
+        self._lines = 0
+        self._row_bytes = 0
+        self._shortened_bytes = 0
+        self._is_too_large = False
+
+    def begin_row(self) -> int:
+        """Count from zero; the number of the line with which the next row begins."""
+        self._row_bytes = self._shortened_bytes = 0
+        self._is_too_large = False
+        return self._lines + 1
+
+    def row_is_too_large(self) -> bool:
+        """Whether the row that was begun last is, so far."""
+        return self._is_too_large
+
+    def __iter__(self) -> Iterator[str]:
+        mark = BYTE_ORDER_MARK
+        begun: list[bytes] = []
+        for piece in itertools.chain(self._pieces, [b""]):
+            self._row_bytes += len(piece)
+            part = piece if self._row_bytes <= self._max_bytes else self._shortened(piece)
+            if piece and not piece.endswith(b"\n"):
+                begun.append(part)
+                continue
+            line = b"".join([*begun, part]) if begun else part
+            begun = []
+            if line:
+                self._lines += 1
+                yield line.removeprefix(mark).decode("utf-8", "surrogateescape")
+            mark = b""
+
+    def _shortened(self, piece: bytes) -> bytes:
+        """A piece of a row beyond the limit. Raises csv.Error where the row has no end in sight."""
+        ending = len(piece) - len(piece.rstrip(b"\r\n"))
+        if self._row_bytes - ending <= self._max_bytes:  # an ending is not part of the row
+            return piece
+        self._is_too_large = True
+        short = _QUOTES.sub(rb"\1", _LETTERS.sub(rb"\1\2", piece))
+        self._shortened_bytes += len(short)
+        if self._shortened_bytes > self._max_bytes:
+            raise csv.Error(f"a row of more than {self._row_bytes:,} bytes")
+        return short
+
+    def count_from(self, line: int) -> int:
+        """The lines from that of a number to the end of the file, which is read."""
+        last = b"\n"
+        rest = 0
+        for last in self._pieces:
+            rest += last.endswith(b"\n")
+        return self._lines - line + 1 + rest + (not last.endswith(b"\n"))
+
+
+_LETTERS = re.compile(rb'([^"\r\n])[^"\r\n]*([^"\r\n])')
+"""What is neither quote nor ending. The first and the last may be delimiters, which count."""
+_QUOTES = re.compile(rb'(""?)(?:"")*(?!")')
+"""As many quotes as are left of a run without pairs of them: one or two."""
+
+
+def _pieces_of_lines(file: Any) -> Iterator[bytes]:
+    """The lines of a file with their endings; long ones in several pieces."""
+    while data := file.read(READ_BYTES):
+        yield from iter(partial(io.BytesIO(data).readline, PIECE_BYTES), b"")
 
 
 def _check_header(header: list[str], options: ConvertOptions, path: str) -> None:
