@@ -599,6 +599,25 @@ def long_window(data: bytes, log: int) -> bytes:
     return b"\x28\xb5\x2f\xfd\0" + bytes([log - 10 << 3]) + size_and_last + data
 
 
+def write_index(folder: Path, form: str, compression: str | None, **items: int) -> None:
+    """The index of shards of texts, of so many items each."""
+    described = {
+        "format": "mds",
+        "compression": compression,
+        "column_names": ["text"],
+        "column_encodings": ["str"],
+        "column_sizes": [None],
+    }
+    config = {"data_format": ["str"], "compression": compression}
+    shards = [
+        described | {"raw_data": {"basename": name}, "samples": count}
+        for name, count in items.items()
+    ]
+    chunks = [{"filename": name, "chunk_size": count} for name, count in items.items()]
+    index = {"mds": {"shards": shards}, "litdata": {"config": config, "chunks": chunks}}
+    (folder / "index.json").write_text(json.dumps(index[form]))
+
+
 def write_windowed(folder: Path, form: str, log: int) -> Path:
     """An input with the text "one", in a member of zstd with such a window."""
     line = b'{"text": "one"}\n'
@@ -606,20 +625,7 @@ def write_windowed(folder: Path, form: str, log: int) -> Path:
         item = mds_item(b"one")
         shard = np.array([1, 12, 12 + len(item)], "<u4").tobytes() + item
         (folder / "shard").write_bytes(long_window(shard, log))
-        described = {
-            "format": "mds",
-            "compression": "zstd",
-            "column_names": ["text"],
-            "column_encodings": ["str"],
-            "column_sizes": [None],
-            "raw_data": {"basename": "shard"},
-        }
-        config = {"data_format": ["str"], "compression": "zstd"}
-        index = {
-            "mds": {"shards": [described]},
-            "litdata": {"config": config, "chunks": [{"filename": "shard"}]},
-        }
-        (folder / "index.json").write_text(json.dumps(index[form]))
+        write_index(folder, form, "zstd", shard=1)
         return folder
     if form == "member":
         path = folder / "a.tar"
@@ -735,6 +741,24 @@ def test_a_column_of_views_as_polars_writes_it_is_read(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", pa.array(texts).cast(pa.string_view())[1:])
     convert_to(tmp_path, tmp_path / "a.arrow", on_error="stop")
     assert made(tmp_path) == texts[2:]
+
+
+@pytest.mark.parametrize("form", ["mds", "litdata"])
+def test_a_shard_that_is_lost_counts_as_all_its_items(form: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [f"text {number}" for number in range(10)]
+    items = [mds_item(text.encode()) for text in texts]
+    bounds = 4 * (2 + len(items)) + np.cumsum([0, *map(len, items)])
+    whole = np.array([len(items), *bounds], "<u4").tobytes() + b"".join(items)
+    (folder / "a").write_bytes(whole)
+    (folder / "b").write_bytes(whole[:20])
+    write_index(folder, form, None, a=10, b=10)
+    report = convert_to(tmp_path, folder)
+    assert made(tmp_path) == texts
+    assert report.dropped == {"unreadable record": 10}
+    with pytest.raises(ConvertError, match="more than max_errors"):
+        convert_to(tmp_path, folder, max_errors="40%")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def read_mds(source: Source) -> Iterator[RawDocument | Tokens]:
     """Samples of a folder of MDS shards."""
     index: Any = parse_json(_read(source, "index.json")[1])
     for shard in index["shards"]:
-        yield from _or_fault(_read_mds_shard(shard, source), source)
+        yield from _or_fault(_read_mds_shard(shard, source), shard.get("samples"), source)
 
 
 def _read_mds_shard(shard: dict[str, Any], source: Source) -> Iterator[RawDocument | Tokens]:
@@ -124,7 +124,7 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         yield from _documents(data, path, chunk.get("chunk_size"), value_of, source)
 
     for chunk in index["chunks"]:
-        yield from _or_fault(read_chunk(chunk), source)
+        yield from _or_fault(read_chunk(chunk), chunk.get("chunk_size"), source)
 
 
 def keep_folder(
@@ -135,13 +135,16 @@ def keep_folder(
 
 
 def _or_fault(
-    documents: Iterator[RawDocument | Tokens], source: Source
+    documents: Iterator[RawDocument | Tokens], expected: int | None, source: Source
 ) -> Iterator[RawDocument | Tokens]:
-    """The documents of a shard. Damage to it is a fault of the shard, not of its folder."""
+    """The documents of a shard. Damage to it is a fault of the shard, not of its folder.
+
+    expected: how many there are by the index: none of a shard that is damaged as a whole is read.
+    """
     try:
         yield from documents
     except ConvertError as error:
-        source.fault("unreadable file", str(error))
+        source.fault("unreadable record", str(error), max(1, expected or 1))
 
 
 def _documents(
