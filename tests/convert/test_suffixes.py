@@ -47,6 +47,20 @@ def test_lines_of_json_have_several_suffixes(suffix: str, tmp_path: Path) -> Non
     assert made(tmp_path) == ["one", "two"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "member"])
+@pytest.mark.parametrize("before", [b"", b"\n", b"\n \r\n"])
+def test_a_mark_of_utf_8_may_be_alone_in_its_line(name: str, before: bytes, tmp_path: Path) -> None:
+    data = b"\xef\xbb\xbf" + before
+    for written_data in (data, data + RECORDS):
+        if name == "member":
+            path = Path(write_tar(tmp_path / "a.tar", ("a.jsonl", written_data)))
+        else:
+            pack: Callable[[bytes], bytes] = gzip.compress if name.endswith("gz") else bytes
+            path = written(tmp_path / name, pack(written_data))
+        convert_to(tmp_path, path, written(tmp_path / "z.txt", b"last"))
+        assert made(tmp_path) == (["one", "two"] if written_data != data else []) + ["last"]
+
+
 @pytest.mark.parametrize(
     "name", ["a.txt", "a.md", "a.rst", "a.tex", "a.html", "a.xml", "a.py", "a.C", "README"]
 )

@@ -202,11 +202,13 @@ def _documents_of(
         file = PieceReader(decompress(file, compression, in_one_line(where)))
     try:
         if suffix in JSON_LINES_SUFFIXES:
+            mark = BYTE_ORDER_MARK
             for number, line in enumerate(read_lines(b"", file, max_bytes), 1):
                 if isinstance(line, LongLine):
                     yield RawDocument(data=b"", path=where, line=number, size=line.size)
-                elif line.strip():
+                elif line.removeprefix(mark).strip():
                     yield RawDocument(data=line, path=where, line=number, is_record=True)
+                mark = b""
             return
         # a few bytes more tell that a member is too large, or that a line ends behind its record
         data = file.read(max_bytes + 3)

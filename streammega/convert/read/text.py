@@ -140,7 +140,8 @@ def _records_of_lines(file: Any, head: bytes, source: Source) -> Iterator[RawDoc
             yield RawDocument(data=b"", path=path, line=line, offset=offset, size=data.size)
             position += data.size
             continue
-        if record := data.strip():
+        mark = b"" if position else BYTE_ORDER_MARK  # before a blank line, too
+        if record := data.removeprefix(mark).strip():
             if line == 1 and record in OPENINGS and source.options.on_error == "stop":
                 raise ConvertError(
                     f"{path}:1: is no record; an array, or records over several lines? call the "
