@@ -21,6 +21,8 @@ from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.selection import SkippedFiles
 from streammega.errors import ConvertError, ObjectNotFoundError
 from tests.support.builders import convert_bytes, stored_texts, write_jsonl, write_parquet
+from tests.support.data.make_peers import HERE as PEERS
+from tests.support.data.make_peers import TEXTS
 from tests.support.servers import S3
 
 NOT_IN_INDEX = "next to shards whose index does not name them"
@@ -124,6 +126,47 @@ def test_shards_that_no_index_names_are_counted_and_other_datasets_below_are_rea
     write_mds_index(tmp_path / "in/other", "shard.00000.mds")
     assert counts_of(root) == {NOT_IN_INDEX: 3}
     assert texts_of(tmp_path, root) == [*MERGED, "another dataset"]
+
+
+def write_parquet_index(folder: Path, *names: str) -> None:
+    """What `index_parquet_dataset` of litdata writes next to Parquet files."""
+    config = {"data_format": ["String"], "data_spec": None, "item_loader": "ParquetLoader"}
+    chunks = [{"filename": name, "chunk_size": 1, "chunk_bytes": 1, "dim": None} for name in names]
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+
+
+@pytest.mark.parametrize("item", ["", "/*", "/index.json"])
+@pytest.mark.guarantee("everything-found-below")
+def test_parquet_files_that_litdata_lists_are_read_as_such(item: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a", "b", "later"):
+        write_parquet(folder / f"{name}.parquet", [f"text of {name}"])
+    write_parquet_index(folder, "a.parquet", "b.parquet")
+    assert texts_of(tmp_path, f"{folder}{item}") == ["text of a", "text of b"]
+    if not item:
+        assert counts_of(str(folder)) == {NOT_IN_INDEX: 1}
+    write_parquet_index(folder, "a.parquet", "gone.parquet")
+    with pytest.raises(ObjectNotFoundError, match=r"gone\.parquet: is not there, .*lists it"):
+        find_inputs([f"{folder}{item}"])
+    write_parquet_index(folder, "../in/a.parquet")
+    with pytest.raises(ConvertError, match="which is outside of the folder"):
+        find_inputs([f"{folder}{item}"])
+
+
+def test_a_damaged_table_in_a_chunk_of_litdata_is_a_fault_of_the_chunk(tmp_path: Path) -> None:
+    shutil.copytree(PEERS / "litdata_rows", tmp_path / "in")
+    chunk = tmp_path / "in/chunk-0-0.bin"
+    data = chunk.read_bytes()
+    (tmp_path / "z.txt").write_text("last")
+    inputs = [str(tmp_path / "in"), str(tmp_path / "z.txt")]
+    for damaged in (data[:-12] + bytes(4) + data[-8:], data[:200] + bytes(400) + data[600:]):
+        chunk.write_bytes(damaged)
+        report = convert_bytes(tmp_path / "out", *inputs, on_error="skip", overwrite=True)
+        assert report.dropped == {"unreadable record": len(TEXTS)}
+        assert stored_texts(tmp_path / "out") == ["last"]
+        with pytest.raises(ConvertError, match=r"chunk-0-0\.bin: cannot be read"):
+            convert_bytes(tmp_path / "out", *inputs, overwrite=True)
 
 
 @pytest.mark.parametrize("item", ["", "/*.bin", "/chunk-0-0.bin"])

@@ -109,6 +109,7 @@ TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
     "list": lambda p: listed(p / "folder"),
     "mds": lambda p: str(PEERS / "mds_text"),
     "litdata": lambda p: str(PEERS / "litdata_text"),
+    "litdata of rows": lambda p: str(PEERS / "litdata_rows"),
 }
 
 

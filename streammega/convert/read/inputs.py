@@ -52,7 +52,7 @@ from streammega.errors import (
 from streammega.errors.redaction import redact_urls, split_query
 from streammega.storage.etags import SIZED
 from streammega.storage.file_system import failure_of
-from streammega.storage.open import is_in_a_bucket, is_remote
+from streammega.storage.open import escapes_folder, is_in_a_bucket, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -343,10 +343,10 @@ class _Files:
         return row._replace(size=size, etag=row.etag or f"{SIZED}{size}")
 
     def _folders_of_loaders(self) -> list[Input]:
-        """Folders of MDS and litdata. An index that names shards of folders below counts alone: their
-        own indices say the same again.
+        """Folders of MDS and litdata, and Parquet files that litdata lists. An index that names shards
+        of folders below counts alone: their own indices say the same again.
         """
-        folders = []
+        folders: list[Input] = []
         paths_of_folder = self._paths_of_folder()
         for folder in sorted(paths_of_folder, key=len):  # those above come first
             index_path = os.path.join(folder, "index.json")
@@ -355,18 +355,21 @@ class _Files:
             index = _loader_index(self._place.read(index_path))
             if index is None:
                 continue
-            item = self._input(self._rows[index_path], index.format, folder or ".")
             shards = [_below(folder, name) for name in index.shards]
-            parts = (index_path, *shards)
-            rows = map(self._row_of, parts)
-            names = ("index.json", *index.shards)
-            versions = {
-                name: self._looked_up(row).etag
-                for name, row in zip(names, rows, strict=True)
-                if row
-            }
-            etag = digest_of_json(versions)
-            folders.append(replace(item, parts=parts, versions=versions, etag=etag))
+            if index.format == "parquet":
+                folders += self._listed_tables(index_path, index.shards)
+            else:
+                item = self._input(self._rows[index_path], index.format, folder or ".")
+                parts = (index_path, *shards)
+                rows = map(self._row_of, parts)
+                names = ("index.json", *index.shards)
+                versions = {
+                    name: self._looked_up(row).etag
+                    for name, row in zip(names, rows, strict=True)
+                    if row
+                }
+                etag = digest_of_json(versions)
+                folders.append(replace(item, parts=parts, versions=versions, etag=etag))
             named = {index_path, *shards, *(_below(folder, name) for name in index.other_forms)}
             for held in sorted(folders_between(folder, shards)):
                 paths = [path for path in paths_of_folder.get(held, ()) if path in self._rows]
@@ -374,6 +377,23 @@ class _Files:
                 for path in named.intersection(paths):
                     del self._rows[path]
         return folders
+
+    def _listed_tables(self, index_path: str, names: Sequence[str]) -> Iterator[Input]:
+        """The Parquet files that an index names. Raises ConvertError for one outside of its folder,
+        ObjectNotFoundError for one that is not there.
+        """
+        for name in names:
+            if escapes_folder(name):
+                raise ConvertError(
+                    f"{index_path}: names {name!r}, which is outside of the folder; who made it?"
+                )
+            path = _below(os.path.dirname(index_path), name)
+            row = self._row_of(path)
+            if row is None:
+                raise ObjectNotFoundError(
+                    f"{path}: is not there, and {index_path} lists it; copy the folder again"
+                )
+            yield self._input(row, "parquet")
 
     def _keep_listed(self) -> None:
         """Keep the files and splits that the datasets library lists, where its `save_to_disk` wrote.
@@ -514,7 +534,7 @@ class _Files:
 
 
 class _LoaderIndex(NamedTuple):
-    """An index of MDS or litdata. shards: names of the files that are read; other_forms: those of
+    """An index of MDS or litdata. format: of what it names. shards: names of the files that are read; other_forms: those of
     files that hold the same, as decompressed shards do.
     """
 
@@ -535,7 +555,10 @@ def _loader_index(data: bytes) -> _LoaderIndex | None:
             stored = [one if two == "None" else two for one, two in zip(raw, packed, strict=True)]
             return _LoaderIndex("mds", stored, raw)
         if isinstance(chunks, list) and "config" in index:
-            return _LoaderIndex("litdata", [str(chunk.get("filename")) for chunk in chunks], [])
+            # litdata can index Parquet files as they are
+            is_parquet = index["config"].get("item_loader") == "ParquetLoader"
+            names = [str(chunk.get("filename")) for chunk in chunks]
+            return _LoaderIndex("parquet" if is_parquet else "litdata", names, [])
     except (ValueError, AttributeError):
         pass  # no JSON, or a list or text where both have an object
     return None

@@ -9,6 +9,7 @@ import io
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,8 +23,10 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import decompress
 from streammega.convert.read.fields import MISSING, first_value
 from streammega.convert.read.source import Input, Slice, Source, unreadable
+from streammega.convert.read.tables import arrow_rows
 from streammega.dataset.conversations import not_utf8
-from streammega.errors import ConvertError
+from streammega.errors import ConvertError, StreammegaError
+from streammega.errors.extras import import_extra
 from streammega.storage.file_system import open_file
 from streammega.storage.open import escapes_folder
 
@@ -42,6 +45,8 @@ MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes,
     "json": parse_json,
 }
+LITDATA_ARROW = b"LDARW01\0"
+"""The end of a chunk that holds an Arrow file: that file, its bytes as a uint32, and this."""
 WORD_BYTES = 4
 """Bytes of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
@@ -121,10 +126,31 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         path, data = _read(source, chunk["filename"])
         if compression:
             data = _decompress(data, ".zst", path, source)
-        yield from _documents(data, path, chunk.get("chunk_size"), value_of, source)
+        if data.endswith(LITDATA_ARROW):
+            yield from _rows_of_chunk(data, path, source)
+        else:
+            yield from _documents(data, path, chunk.get("chunk_size"), value_of, source)
 
     for chunk in index["chunks"]:
         yield from _or_fault(read_chunk(chunk), chunk.get("chunk_size"), source)
+
+
+def _rows_of_chunk(data: bytes, path: str, source: Source) -> Iterator[RawDocument | Tokens]:
+    """The rows of the Arrow file in a chunk, as litdata writes dicts that hold dicts or lists; the
+    items before it are empty then, or the same again. Raises ConvertError.
+    """
+    import_extra("pyarrow", "convert", f"{path}: reading rows of litdata needs pyarrow")
+    stop = len(data) - len(LITDATA_ARROW) - WORD_BYTES
+    size = int.from_bytes(data[stop : stop + WORD_BYTES], "little")
+    chunk = replace(source.piece.input, path=path)
+    part = replace(source, piece=replace(source.piece, input=chunk))
+    try:
+        # its bytes are counted already
+        yield from arrow_rows(io.BytesIO(data[max(0, stop - size) : stop]), part, lambda _: None)
+    except StreammegaError:
+        raise
+    except Exception as error:  # of pyarrow, of codecs
+        raise ConvertError(unreadable(path, error, source.storage)) from None
 
 
 def keep_folder(
@@ -139,12 +165,15 @@ def _or_fault(
 ) -> Iterator[RawDocument | Tokens]:
     """The documents of a shard. Damage to it is a fault of the shard, not of its folder.
 
-    expected: how many there are by the index: none of a shard that is damaged as a whole is read.
+    expected: how many there are by the index; those that were not read by then are lost.
     """
+    num_read = 0
     try:
-        yield from documents
+        for item in documents:
+            num_read += len(item.documents) if isinstance(item, Tokens) else 1
+            yield item
     except ConvertError as error:
-        source.fault("unreadable record", str(error), max(1, expected or 1))
+        source.fault("unreadable record", str(error), max(1, (expected or 0) - num_read))
 
 
 def _documents(

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,33 +221,40 @@ def cut_row_groups(
 
 def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
     """Rows of an IPC file (.feather) or stream."""
+    with source.open_stored() as file:
+        yield from arrow_rows(file, source, source.skipped.note_read)
+
+
+def arrow_rows(
+    file: Any, source: Source, note: Callable[[int], None]
+) -> Iterator[RawDocument | Tokens]:
+    """Rows of an opened IPC file or stream. note: called with the bytes of each record batch."""
     import pyarrow as pa
 
-    with source.open_stored() as file:
-        # the workers of a conversion are its threads
-        options = pa.ipc.IpcReadOptions(use_threads=False)
+    # the workers of a conversion are its threads
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    try:
+        reader = pa.ipc.open_file(file, options=options)
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        file.seek(0)
+        reader = pa.ipc.open_stream(file, options=options)
+        batches = iter(reader)
+    paths, ids = _wanted_paths(reader.schema, source)
+    columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
+    row = 0
+    for batch in batches:
+        note(batch.get_total_buffer_size())
+        wanted = batch.select(columns)
+        # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
         try:
-            reader = pa.ipc.open_file(file, options=options)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            _check_offsets(wanted)
         except pa.ArrowInvalid:
-            file.seek(0)
-            reader = pa.ipc.open_stream(file, options=options)
-            batches = iter(reader)
-        paths, ids = _wanted_paths(reader.schema, source)
-        columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
-        row = 0
-        for batch in batches:
-            source.skipped.note_read(batch.get_total_buffer_size())
-            wanted = batch.select(columns)
-            # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
-            try:
-                _check_offsets(wanted)
-            except pa.ArrowInvalid:
-                if rows := _sound_rows(wanted):
-                    yield from _rows(wanted.slice(0, rows), paths, source, row)
-                raise
-            yield from _rows(wanted, paths, source, row)
-            row += batch.num_rows
+            if rows := _sound_rows(wanted):
+                yield from _rows(wanted.slice(0, rows), paths, source, row)
+            raise
+        yield from _rows(wanted, paths, source, row)
+        row += batch.num_rows
 
 
 def _check_offsets(batch: Any) -> None:

@@ -58,6 +58,12 @@ def main() -> None:
         cache[number] = {"text": text, "id": number}
     cache.done()
     cache.merge()
+    # dicts within dicts: an Arrow file in each chunk
+    cache = Cache(str(HERE / "litdata_rows"), chunk_bytes="8KB")
+    for number, text in enumerate(TEXTS):
+        cache[number] = {"text": text, "meta": {"id": number, "tags": ["a", "b"]}}
+    cache.done()
+    cache.merge()
 
 
 if __name__ == "__main__":
