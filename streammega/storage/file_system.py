@@ -19,7 +19,7 @@ from fsspec.spec import AbstractFileSystem
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ObjectNotFoundError
 from streammega.errors.redaction import split_query, without_queries
-from streammega.storage.backends.fsspec import driver_error, driver_options
+from streammega.storage.backends.fsspec import check_version_mark, driver_error, driver_options
 from streammega.storage.backends.local import etag_of
 from streammega.storage.etags import SIZED, check_version, version_of_info
 from streammega.storage.object_file import ObjectReader, open_object
@@ -44,6 +44,8 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         root = "" if key == path else f"{bucket}/"
         return StoreFiles(store, root), path
     options = driver_options(scheme, config.for_url(url)) if is_remote(url) else {}
+    if not options.get("version_aware"):
+        check_version_mark(scheme, path, url)
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # the signature covers the URL as it is spelled
     if "::" in url and (not is_remote(url) or scheme in _UNCHAINED_SCHEMES):

@@ -52,6 +52,7 @@ from streammega.storage.backends.remote import (
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
+from streammega.storage.file_system import file_system
 from streammega.storage.open import SCHEMES
 from streammega.storage.store import (
     Buffer,
@@ -687,6 +688,23 @@ def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_n
             put(store, own, b"new")
             assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"new"
             put(store, own, key.encode())
+
+
+@pytest.mark.guarantee("object-name-read")
+def test_a_version_in_a_name_is_no_other_object(moto: S3) -> None:
+    """s3fs reads the object before the mark."""
+    bucket = moto.new_bucket()
+    key = "a.jsonl?versionId=1"
+    moto.objects(bucket).update({"a.jsonl": b"the newest", key: b"of this name"})
+    url = f"s3://{bucket}/{key}"
+    store, own = open_store(url, StorageConfig(storage_options=moto.options))
+    assert bytes(store.read(own, [(0, 12)])[0]) == b"of this name"
+    store, own = open_store(url, StorageConfig(transport="fsspec", storage_options=moto.options))
+    for call in (store.info, partial(store.read, spans=[(0, 1)]), partial(put, store, data=b"x")):
+        with pytest.raises(ConfigError, match=r"versionId=1: fsspec's driver takes '\?versionId='"):
+            call(own)
+    with pytest.raises(ConfigError, match=r"takes '\?versionid='"):
+        file_system("abfs://container/a.jsonl?versionid=1", StorageConfig())
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/", "oss://bucket/"])

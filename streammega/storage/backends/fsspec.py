@@ -80,6 +80,11 @@ _PAST_END_SIGNS = ("InvalidRange", "416, message", "not satisfiable")
 _NO_SIZE = "KeyError: 'ContentLength'"
 """The message of s3fs for an answer without a size."""
 _HTTP = ("http", "https")
+_VERSION_MARKS = {
+    "s3": "?versionId=",
+    **dict.fromkeys(("az", "abfs", "abfss"), "?versionid="),
+}
+"""What s3fs and adlfs take, in a name, for a version of an object, and leave out by default."""
 _OPTIONS_OF_BUCKETS = (S3_OPTIONS | OSS_OPTIONS) - {"client_kwargs"}
 
 
@@ -89,6 +94,16 @@ def driver_options(scheme: str, config: StorageConfig) -> dict[str, Any]:
     if scheme.lower() in _HTTP:
         return {name: options[name] for name in options if name not in _OPTIONS_OF_BUCKETS}
     return options
+
+
+def check_version_mark(scheme: str, name: str, url: str) -> None:
+    """Raise ConfigError for a name that the driver of a scheme would cut at the mark of a version."""
+    mark = _VERSION_MARKS.get(scheme)
+    if mark and mark in name:
+        raise ConfigError(
+            f"{url}: fsspec's driver takes {mark!r} for the end of the name, and would read the object "
+            f"before it; copy that version, or the object of this name, to a plain name"
+        )
 
 
 class FsspecStore(RemoteStore):
@@ -306,6 +321,7 @@ class FsspecStore(RemoteStore):
             self._call(key, lambda fs: self._ask(fs, "rm_file", self._path(key)))
 
     def _check_key(self, key: str) -> None:
+        check_version_mark(self.scheme, key, self.url(key))
         if self.scheme == "s3":  # other drivers may send keys as they are
             check_object_key(self.url(key), key)
 
