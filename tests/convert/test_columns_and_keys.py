@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from streammega import IndexedDataset
-from streammega.convert.read.fields import MISSING, value_at
+from streammega.convert.read.fields import MISSING, texts_at, value_at
 from streammega.convert.read.tables import token_lists
 from streammega.errors import ConvertError
 from tests.support.builders import (
@@ -37,6 +37,47 @@ def table(path: Path, rows: list[Any], schema: pa.Schema | None = None) -> str:
 
 def written(path: Path, rows: list[Any]) -> str:
     return write_jsonl(path, rows) if path.suffix == ".jsonl" else table(path, rows)
+
+
+IDS = [{"input_ids": [n, n + 1], "attention_mask": [1, 1], "n": n} for n in range(4)]
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+def test_columns_of_token_ids_are_named_with_what_reads_them(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name, IDS)
+    with pytest.raises(ConvertError, match=r"--text-key input_ids reads the token ids there"):
+        convert_files(tmp_path / "out", path)
+    convert_files(tmp_path / "out", path, text_key="input_ids")
+    assert stored_ids(tmp_path / "out") == [row["input_ids"] for row in IDS]
+    path = written(tmp_path / f"plain-{name}", [{"body": "text", "n": 1}])
+    with pytest.raises(ConvertError, match=r"name it with --text-key$"):
+        convert_files(tmp_path / "plain", path)
+    path = written(tmp_path / f"deep-{name}", [{"row": {"mask": [1], "tokens": [1]}}])
+    with pytest.raises(ConvertError, match=r"--text-key row\.tokens reads the token ids there"):
+        convert_files(tmp_path / "deep", path)
+
+
+def test_arrays_of_a_record_are_named_as_token_ids() -> None:
+    record = {"mask": np.ones(2, np.int8), "tokens": np.arange(2)}
+    with pytest.raises(ConvertError, match="--text-key tokens reads the token ids there"):
+        texts_at(record, "text", "shard#1")
+
+
+@pytest.mark.parametrize("key", ["text", "input_ids"])
+def test_token_ids_in_json_are_not_read_and_the_error_says_what_is(
+    key: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "in.jsonl", IDS)
+    with pytest.raises(ConvertError, match=r"in\.jsonl:1: .*token ids.* in Parquet"):
+        convert_bytes(tmp_path / "out", path, text_key=key)
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.jsonl"])
+def test_a_chat_without_messages_is_not_told_to_name_a_text(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name, [{"body": "text"}])
+    with pytest.raises(ConvertError, match="'messages'") as caught:
+        convert_bytes(tmp_path / "out", path, chat=True)
+    assert "--text-key" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])

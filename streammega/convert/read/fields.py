@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
@@ -20,6 +22,9 @@ MAX_NAMES = 40
 """Names of a record in a message."""
 MAX_SHOWN = 200
 """Characters of a name in a message."""
+IDS_NAMES = ("input_ids", "token_ids", "tokens", "ids")
+"""How columns of token ids are called, among others of integers, as masks."""
+IDS_IN_RECORDS = "lists of token ids are read in Parquet and Arrow, not in JSON"
 ID_FIELDS = ("id", "url")
 """Fields in which corpora keep ids, the first that is there, unless --id-field names one."""
 
@@ -83,6 +88,7 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
         wanted = " or ".join(map(repr, names_of(key)))
         raise ConvertError(
             f"{where}: has no key {wanted} (it has: {has}); name the text's key with --text-key"
+            f"{_hint_of_ids(record)}"
         )
     if not isinstance(value, list):
         return [_text(value, key, where)]
@@ -108,11 +114,30 @@ def _text(value: Any, key: str, where: str, within: str = "") -> str:
         except UnicodeDecodeError as error:
             raise not_utf8(where, error) from None
     if not isinstance(value, str):
+        hint = f"; {IDS_IN_RECORDS}" if within and type(value) is int else ""
         raise ConvertError(
             f"{where}: key {key!r} holds {within}{type(value).__name__}, not text; name the text's "
-            f"key with --text-key"
+            f"key with --text-key{hint}"
         )
     return encodable(value, where)
+
+
+def hint_of_ids(names: Sequence[str]) -> str:
+    """What a message adds where a text is missing and these columns hold lists of integers."""
+    if not names:
+        return ""
+    known = (name for name in names if name.rpartition(".")[2] in IDS_NAMES)
+    return f"; --text-key {next(known, names[0])} reads the token ids there"
+
+
+def _hint_of_ids(record: Any) -> str:
+    """The same for a record. Arrays are read as ids, lists are not."""
+    values = record if isinstance(record, dict) else {}
+    hint = hint_of_ids([name for name, value in values.items() if isinstance(value, np.ndarray)])
+    has_lists = any(
+        isinstance(value, list) and [*map(type, value[:1])] == [int] for value in values.values()
+    )
+    return hint or (f"; {IDS_IN_RECORDS}" if has_lists else "")
 
 
 def _names(record: dict[Any, Any]) -> Iterator[str]:

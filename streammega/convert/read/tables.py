@@ -22,7 +22,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import format_suffix
-from streammega.convert.read.fields import id_fields, join_names, names_of, splits
+from streammega.convert.read.fields import hint_of_ids, id_fields, join_names, names_of, splits
 from streammega.convert.read.source import (
     READ_BYTES,
     Input,
@@ -437,7 +437,7 @@ def _check_header(header: list[str], options: ConvertOptions, path: str) -> None
         raise _two_columns(path, name)
     for names in _wanted_columns(options):
         if not set(names) & set(header):
-            raise _no_column(path, names, header)
+            raise _no_column(path, names, header, options)
     if options.provenance and options.id_field is not None and options.id_field not in header:
         raise _no_id_column(path, options)
 
@@ -465,11 +465,12 @@ def _wanted_columns(options: ConvertOptions) -> list[list[str]]:
     return [[key] if "," not in key else [key, *names_of(key)] for key, _ in options.key_modes]
 
 
-def _no_column(path: str, wanted: Sequence[str], names: Iterable[str]) -> ConvertError:
+def _no_column(
+    path: str, wanted: Sequence[str], names: Iterable[str], options: ConvertOptions, hint: str = ""
+) -> ConvertError:
     shown = " or ".join(repr(name) for name in wanted if len(wanted) == 1 or "," not in name)
-    return ConvertError(
-        f"{path}: has no column {shown} (it has: {join_names(names)}); name it with --text-key"
-    )
+    remedy = "rename its column" if options.chat else f"name it with --text-key{hint}"
+    return ConvertError(f"{path}: has no column {shown} (it has: {join_names(names)}); {remedy}")
 
 
 def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
@@ -482,7 +483,9 @@ def _wanted_paths(schema: Any, source: Source) -> tuple[list[Path], list[Path]]:
     for names in _wanted_columns(options):
         paths_of_key = [path for name in names if (path := _find(schema, name))]
         if not paths_of_key:
-            raise _no_column(source.path, names, _all_names(schema))
+            columns = dict(_all_columns(schema))
+            hint = hint_of_ids([name for name, kind in columns.items() if _is_token_list(kind)])
+            raise _no_column(source.path, names, columns, options, hint)
         paths += paths_of_key
     if options.chat_template is not None and (tools := _find(schema, "tools")):
         paths.append(tools)
@@ -526,15 +529,15 @@ def _find(fields: Iterable[Any], key: str) -> Path:
     return ()
 
 
-def _all_names(schema: Any) -> Iterator[str]:
-    """Columns, and paths to the fields of structs."""
+def _all_columns(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(name, type) of columns, and of the fields of structs."""
     import pyarrow as pa
 
     for field in schema:
         if pa.types.is_struct(field.type):
-            yield from (f"{field.name}.{inner.name}" for inner in field.type)
+            yield from ((f"{field.name}.{inner.name}", inner.type) for inner in field.type)
         else:
-            yield field.name
+            yield field.name, field.type
 
 
 def _rows(
