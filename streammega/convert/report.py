@@ -28,9 +28,10 @@ class ConvertReport:
 
     inputs: path, format and bytes of each. files_passed_over: files that were found and not read,
     by reason; names_passed_over: the first of each. members_left_out: of archives, by their suffix,
-    or what they are. packing: the fields of PackingStats; {} without bins. tokens counts padding
-    too, and one token behind each shard. shard_prefixes: of the files of each shard, which
-    Megatron's own reader takes where they are pairs.
+    or what they are. eod_in_texts: end-of-document tokens that texts spell. packing: the fields of
+    PackingStats; {} without bins. tokens counts padding too, and one token behind each shard.
+    shard_prefixes: of the files of each shard, which Megatron's own reader takes where they are
+    pairs.
     """
 
     prefix: str
@@ -52,6 +53,7 @@ class ConvertReport:
     files_passed_over: dict[str, int] = field(default_factory=dict)
     names_passed_over: dict[str, list[str]] = field(default_factory=dict)
     members_left_out: dict[str, int] = field(default_factory=dict)
+    eod_in_texts: int = 0
     packing: dict[str, int] = field(default_factory=dict)
     shard_prefixes: list[str] = field(default_factory=list)
 
@@ -99,6 +101,7 @@ class ConvertReport:
             "left_out": [without_controls(message) for message in shown],
             "left_out_too": len(self.messages) - len(shown) or None,
             "dropped": self.dropped,
+            "eod_in_texts": self.eod_in_texts or None,
             "packing": self.packing,
             "files_passed_over": self.files_passed_over,
             "members_left_out": self.members_left_out,
@@ -114,5 +117,6 @@ def sum_skipped(records: Sequence[UnitRecord]) -> Skipped:
         for kind, count in record.skipped.members.items():
             total.members[kind] = total.members.get(kind, 0) + count
         room = KEPT_MESSAGES - len(total.messages)
+        total.eod_in_texts += record.skipped.eod_in_texts
         total.messages += record.skipped.messages[:room]
     return total

@@ -413,6 +413,7 @@ def _make_report(
         files_passed_over=conversion.skipped_files.counts,
         names_passed_over=conversion.skipped_files.names,
         members_left_out=total.members,
+        eod_in_texts=total.eod_in_texts,
         packing={} if written.packing is None else asdict(written.packing),
         shard_prefixes=[redact_urls(folder + shard.name) for shard in manifest.shards],
     )

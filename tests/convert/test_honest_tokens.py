@@ -16,7 +16,8 @@ import sentencepiece
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from streammega import IndexedDataset, IndexedDatasetWriter
-from streammega.convert import convert
+from streammega.cli.render import as_text
+from streammega.convert import Task, convert, convert_task, merge_tasks
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.dataset.verify import verify
@@ -109,9 +110,33 @@ def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
     words: str, tmp_path: Path, special: Any, ids: list[int]
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "hello </s> world"}])
-    convert_files(tmp_path / "out", source, tokenizer=words, special_tokens_in_text=special)
+    report = convert_files(
+        tmp_path / "out", source, tokenizer=words, special_tokens_in_text=special
+    )
     own = stored_ids(tmp_path / "out")[0]
     assert own == ids if special != "text" else own.count(2) == 1 and own[-1] == 2
+    assert report.eod_in_texts == (special != "text")
+
+
+def test_ends_that_texts_spell_are_counted_and_those_that_are_added_are_not(
+    words: str, tmp_path: Path
+) -> None:
+    texts = ["hello", "hello </s> world", "</s>", "</s></s> hello"] * 25
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    report = convert_files(tmp_path / "out", source, tokenizer=words)
+    assert report.eod_in_texts == 100
+    assert "eod_in_texts: 100" in as_text(report.summary())
+    chats = [{"messages": [{"role": "assistant", "content": text}]} for text in texts]
+    source = write_jsonl(tmp_path / "chats.jsonl", chats)
+    report = convert_files(tmp_path / "chats", source, tokenizer=words, chat=True)
+    assert report.eod_in_texts == 100
+    options: dict[str, Any] = {"tokenizer": words, "work_dir": str(tmp_path / "work")}
+    for number in range(2):
+        convert_task(
+            [source], str(tmp_path / "merged"), Task(number=number, of=2), chat=True, **options
+        )
+    report = merge_tasks([source], str(tmp_path / "merged"), chat=True, **options)
+    assert report.eod_in_texts == 100
 
 
 def test_special_tokens_are_parsed_or_a_tokenizer_says_that_it_cannot(tmp_path: Path) -> None:

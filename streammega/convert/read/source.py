@@ -80,6 +80,8 @@ class Skipped:
     """All records that were read, with those that were skipped."""
     members: dict[str, int] = field(default_factory=dict)
     """Members of archives that are not documents, by what they are."""
+    eod_in_texts: int = 0
+    """End-of-document tokens that texts spell, as `<|endoftext|>`: each ends a document of its own."""
     bytes_read: int = 0
     """Stored bytes of the inputs that were read, for the progress."""
 

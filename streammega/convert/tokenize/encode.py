@@ -91,7 +91,7 @@ class BatchEncoder:
         if not all(map(len, ids)):
             parts, ids, kept = self._without_empty(parts, ids, skipped)
             numbers = [numbers[row] for row in kept]
-        tokens = self._pack(parts, ids, source_bytes)
+        tokens = self._pack(parts, ids, source_bytes, skipped)
         if not self.options.provenance:
             return tokens
         origins = collect_origins(origin_of(documents[number], self.options) for number in numbers)
@@ -172,7 +172,11 @@ class BatchEncoder:
         return kept, kept_ids, rows
 
     def _pack(
-        self, parts: list[list[Part]], ids: Sequence[Sequence[int]], source_bytes: int
+        self,
+        parts: list[list[Part]],
+        ids: Sequence[Sequence[int]],
+        source_bytes: int,
+        skipped: Skipped,
     ) -> Tokens:
         """Sequences end to end, with the ids that begin documents and that end them."""
         sequences = [part for document in parts for part in document]
@@ -204,6 +208,9 @@ class BatchEncoder:
             # lists are read into their place, without an array of each
             all_ids = itertools.chain.from_iterable(ids)
             tokens[is_text] = np.fromiter(all_ids, self.dtype, int(text_lengths.sum()))
+        # A template writes ends itself, and so may a tokenizer that adds special tokens.
+        if self.eod is not None and self._chat is None and not self.options.add_special_tokens:
+            skipped.eod_in_texts += int(np.count_nonzero(tokens[is_text] == self.eod))
         modes = None
         if self.options.makes_modes:
             modes = np.fromiter((mode for _, mode, _ in sequences), np.int8, len(sequences))
