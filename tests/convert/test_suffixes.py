@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,48 @@ def test_stdin_that_begins_like_nothing_known_is_refused_with_what_to_do(
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
         with pytest.raises(ConvertError, match=r"stdin: begins with .*save it to a file"):
             convert_to(tmp_path, Path("-"))
+
+
+DISGUISED = {
+    "UTF-16": (lambda data: data.decode().encode("utf-16"), "is UTF-16 by its byte order mark; .*iconv -f UTF-16"),
+    "UTF-32": (lambda data: data.decode().encode("utf-32"), "is UTF-32 by its byte order mark; .*iconv -f UTF-32"),
+    "gzip": (gzip.compress, "is compressed, and its name does not say so; add .gz to it"),
+    "xz": (lzma.compress, "is compressed, and its name does not say so; add .xz to it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DISGUISED)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "lines", "record", "text"])
+def test_texts_in_another_encoding_are_named_by_it(name: str, kind: str, tmp_path: Path) -> None:
+    change, message = DISGUISED[kind]
+    data = {"a.csv": b"text\none\n", "a.json": b'[\n{"text": "one"}\n]'}.get(name, RECORDS)
+    member = {"lines": "a.jsonl", "record": "a.json", "text": "a.txt"}.get(name)
+    if member is None:
+        path = written(tmp_path / "in" / name, change(data))
+        place = rf"{name}(:1)?: "
+    else:
+        (tmp_path / "in").mkdir()
+        path = Path(write_tar(tmp_path / "in" / "a.tar", (member, change(data)), ("b.txt", b"two")))
+        place = rf"a\.tar!{member}(:1)?: "
+    with pytest.raises(ConvertError, match=place + message):
+        convert_to(tmp_path, path)
+    report = convert_to(
+        tmp_path, path.parent, written(tmp_path / "z.txt", b"last"), on_error="skip"
+    )
+    assert made(tmp_path)[-1] == "last"
+    assert report.dropped
+
+
+def test_a_text_that_is_none_is_skipped_alone(tmp_path: Path) -> None:
+    written(tmp_path / "in" / "bad.txt", b"\x89PNG\xff")
+    written(tmp_path / "in" / "good.txt", b"good")
+    with pytest.raises(ConvertError, match=r"bad\.txt: is not UTF-8 .*--on-error skip") as caught:
+        convert_to(tmp_path, tmp_path / "in")
+    assert "*.txt" not in str(caught.value)
+    convert_to(tmp_path, tmp_path / "in", on_error="skip")
+    assert made(tmp_path) == ["good"]
+    convert_to(tmp_path, tmp_path / "in", exclude=("bad.txt",))
+    assert made(tmp_path) == ["good"]
 
 
 # --- CSV ------------------------------------------------------------------------------------------

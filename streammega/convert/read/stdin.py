@@ -18,7 +18,7 @@ from typing import Any
 
 from streammega.convert.read.compression import PieceReader, compression_of_bytes, decompress
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.convert.read.text import BYTE_ORDER_MARK, why_no_text
 from streammega.convert.work_dir import KEPT_INPUT, WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 
@@ -134,6 +134,8 @@ def _suffix(head: bytes, packed: str, item: str) -> str:
             place, signature = known.signature
             if head.startswith(signature, place):
                 return known.suffixes[0]
+    if reason := why_no_text(head):
+        raise ConvertError(f"{_name(item)}: {reason}")
     raise ConvertError(
         f"{_name(item)}: begins with {head[:SIGN_BYTES]!r}, which is neither JSON nor Parquet, "
         f"Arrow or tar; save it to a file whose suffix says what it is"

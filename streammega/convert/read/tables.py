@@ -31,7 +31,7 @@ from streammega.convert.read.source import (
     too_large,
     unreadable,
 )
-from streammega.convert.read.text import BYTE_ORDER_MARK
+from streammega.convert.read.text import BYTE_ORDER_MARK, why_no_text
 from streammega.dataset.conversations import not_utf8
 from streammega.dataset.provenance import LINE
 from streammega.errors import ConvertError, StreammegaError
@@ -316,7 +316,11 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
     # The module's own limit is 128 KiB. `_RowLines` gives it no more of a row than this.
     csv.field_size_limit(min(2 * options.max_record_bytes, sys.maxsize))
     with source.open() as file:
-        lines = _RowLines(file, options.max_record_bytes)
+        pieces = _pieces_of_lines(file)
+        first = next(pieces, b"")
+        if reason := why_no_text(first):
+            raise ConvertError(f"{path}: {reason}")
+        lines = _RowLines(itertools.chain([first], pieces), options.max_record_bytes)
         rows = csv.reader(iter(lines), delimiter=delimiter, strict=True)
         line = 1
         try:
@@ -354,15 +358,15 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
 
 
 class _RowLines:
-    """The lines of a file for csv.reader, which takes as many as a row has.
+    """Lines for csv.reader, which takes as many as a row has. pieces: of the lines of a file.
 
     Of a row that is too large, the lines beyond the limit are shortened: runs of letters, and of
     quotes, which leave the reader in the same state, so that it finds the end of the row. Bytes
     that are not UTF-8 become surrogates, which `_cell` undoes.
     """
 
-    def __init__(self, file: Any, max_bytes: int) -> None:
-        self._pieces = _pieces_of_lines(file)
+    def __init__(self, pieces: Iterator[bytes], max_bytes: int) -> None:
+        self._pieces = pieces
         self._max_bytes = max_bytes
         self._lines = 0
         self._row_bytes = 0

@@ -15,7 +15,7 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.compression import compression_of, format_suffix
+from streammega.convert.read.compression import compression_of, compression_of_bytes, format_suffix
 from streammega.convert.read.source import (
     READ_BYTES,
     Input,
@@ -36,6 +36,13 @@ JSON_SUFFIXES = (*JSON_LINES_SUFFIXES, ".json")
 HEAD_BYTES = 64 << 10
 """Beginning of a JSON file, which shows whether it holds lines."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+OTHER_MARKS = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""Byte order marks of other encodings; that of UTF-32 begins like one of UTF-16."""
 OPENINGS = (b"[", b"{", b"[{")
 """First lines of JSON that is not JSON lines."""
 LONGEST_WORD = 12
@@ -47,6 +54,15 @@ _LOOSE = json.JSONDecoder(strict=False, parse_int=str)
 one by one.
 """
 _SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def why_no_text(head: bytes) -> str:
+    """Why what begins so is no text in UTF-8, and what to do; "": that cannot be seen."""
+    for mark, encoding in OTHER_MARKS.items():
+        if head.startswith(mark):
+            return f"is {encoding} by its byte order mark; write it as UTF-8: iconv -f {encoding} -t UTF-8"
+    packed = compression_of_bytes(head)
+    return f"is compressed, and its name does not say so; add {packed} to it" if packed else ""
 
 
 def read_text(source: Source) -> Iterator[RawDocument]:

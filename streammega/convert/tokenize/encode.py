@@ -15,10 +15,10 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.job import Job
 from streammega.convert.options import ConvertOptions
-from streammega.convert.read.compression import suffix_of
 from streammega.convert.read.fields import origin_of, texts_at
 from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Skipped, with_line
+from streammega.convert.read.text import why_no_text
 from streammega.convert.tokenize.chat import ChatEncoder, find_template
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_text import LONG, encode_long
@@ -301,19 +301,26 @@ def _record(document: RawDocument) -> Any:
     """Its fields: read already, as columns are, or from its JSON."""
     if document.fields is not None:
         return document.fields
-    return load_record(document.data, document.where)
+    try:
+        return load_record(document.data, document.where)
+    except FormatError:
+        if reason := why_no_text(document.data):
+            raise ConvertError(f"{document.where}: {reason}") from None
+        raise
 
 
 def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
+        if reason := why_no_text(document.data):
+            raise ConvertError(f"{document.where}: {reason}") from None
         # It is read as one text, and may be an image for instance.
         archive, _, member = document.where.partition("!")
         name = document.where.rpartition("/")[2]
-        remedy = f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')"
+        remedy = f"leave it out: --exclude {name!r} of a folder or glob, or --on-error skip"
         if member and format_of(archive) == "tar":
-            remedy = "name another member by --tar-member"
+            remedy = "name another member by --tar-member, or skip it by --on-error skip"
         raise not_utf8(document.where, error, remedy) from None
 
 
