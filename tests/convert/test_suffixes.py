@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,33 @@ def test_columns_are_chosen_as_keys_are(tmp_path: Path) -> None:
 def test_broken_tables_are_named_by_their_lines(data: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=message):
         convert_to(tmp_path, written(tmp_path / "a.csv", data))
+
+
+@pytest.mark.parametrize("data", [b"id;text\n1;one\n", b'"id";"text"\r\n"1";"one"\r\n'])
+@pytest.mark.parametrize(
+    ("sign", "name", "remedy"),
+    [
+        (b";", "a.csv", "write it with commas"),
+        (b"|", "a.csv", "write it with commas"),
+        (b"\t", "a.csv", r"call it \.tsv"),
+        (b",", "a.tsv", r"call it \.csv"),
+        (b";", "a.tsv", "write it with tabs"),
+    ],
+)
+def test_another_delimiter_is_named(
+    data: bytes, sign: bytes, name: str, remedy: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / name, data.replace(b";", sign))
+    with pytest.raises(
+        ConvertError, match=rf"{name}: .*'(\\t|{re.escape(sign.decode())})'.*{remedy}"
+    ):
+        convert_to(tmp_path, path)
+
+
+def test_a_column_may_have_any_sign_in_its_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", b"text;id\none;1\n")
+    convert_to(tmp_path, path, text_key="text;id")
+    assert made(tmp_path) == ["one;1"]
 
 
 def test_rows_before_and_behind_broken_ones_are_kept(tmp_path: Path) -> None:

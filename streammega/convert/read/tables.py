@@ -54,6 +54,9 @@ MAX_SHARED_BYTES = 64 << 20
 """Bytes that the texts of a row group may become without a look at the largest of them."""
 PIECE_BYTES = 64 << 10
 """Bytes of a line of CSV at a time: expressions take many times as much while they replace."""
+DELIMITERS = ";|\t,"
+"""What may divide columns: that of the suffix is read, the others are named."""
+RENAMED = {"\t": "call it .tsv", ",": "call it .csv"}
 DICTIONARY_BYTES = 1 << 20
 """Bytes of one read of a dictionary: as many as it has at most, as writers make it."""
 
@@ -320,6 +323,7 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
         first = next(pieces, b"")
         if reason := why_no_text(first):
             raise ConvertError(f"{path}: {reason}")
+        _check_delimiter(first, delimiter, source)
         lines = _RowLines(itertools.chain([first], pieces), options.max_record_bytes)
         rows = csv.reader(iter(lines), delimiter=delimiter, strict=True)
         line = 1
@@ -430,6 +434,20 @@ def _pieces_of_lines(file: Any) -> Iterator[bytes]:
     """The lines of a file with their endings; long ones in several pieces."""
     while data := file.read(READ_BYTES):
         yield from iter(partial(io.BytesIO(data).readline, PIECE_BYTES), b"")
+
+
+def _check_delimiter(first: bytes, delimiter: str, source: Source) -> None:
+    """Raise ConvertError for a first line in which another sign divides the columns that are wanted."""
+    line, _, _ = first.removeprefix(BYTE_ORDER_MARK).partition(b"\n")
+    header = line.decode("utf-8", "replace")
+    if delimiter in header:
+        return
+    for sign in DELIMITERS:
+        names = {name.strip().strip('"') for name in header.split(sign)}
+        if len(names) > 1 and all(names & set(keys) for keys in _wanted_columns(source.options)):
+            commas_or_tabs = "tabs" if delimiter == "\t" else "commas"
+            remedy = RENAMED.get(sign, f"write it with {commas_or_tabs}")
+            raise ConvertError(f"{source.path}: its columns are divided by {sign!r}; {remedy}")
 
 
 def _check_header(header: list[str], options: ConvertOptions, path: str) -> None:
