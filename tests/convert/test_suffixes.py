@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from streammega.cli.main import main
 from streammega.cli.render import as_text
 from streammega.convert import ConvertReport
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import format_of
+from streammega.convert.read.inputs import find_inputs
 from streammega.errors import ConvertError
 from tests.support.builders import convert_bytes, stored_texts, write_tar
 
@@ -95,6 +97,27 @@ def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
     assert made(tmp_path) == ["one", "two"]
     assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
     assert "of unknown suffix: 6" in as_text(report.summary())
+
+
+@pytest.mark.parametrize(("known", "unknown"), [(1, 1), (3, 1), (9, 1), (10, 1), (1, 0)])
+def test_a_large_share_of_unknown_files_is_warned_of(
+    known: int, unknown: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(known):
+        written(tmp_path / "in" / f"{number}.jsonl", RECORDS)
+    for number in range(unknown):
+        written(tmp_path / "in" / f"{number}.jsonl.log", RECORDS)
+    find_inputs([str(tmp_path / "in")])
+    warned = [message for message in caplog.messages if "are left out" in message]
+    assert len(warned) == (unknown > 0 and unknown * 10 >= known + unknown)
+    if warned:
+        assert f"{unknown} of {known + unknown} files are left out" in warned[0]
+        assert "'.log'" in warned[0]
+    caplog.clear()
+    if unknown:  # left out on purpose
+        options = ConvertOptions(exclude=("*.log",))
+        find_inputs([str(tmp_path / "in")], options=options)
+        assert not caplog.messages
 
 
 def test_stdin_that_begins_like_nothing_known_is_refused_with_what_to_do(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +17,10 @@ from typing import Any, NamedTuple
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.convert.options import ConvertOptions, digest_of_json
+from streammega.convert.read.compression import format_suffix
 from streammega.convert.read.formats import format_of
 from streammega.convert.read.selection import (
+    UNKNOWN,
     OwnOutput,
     SkippedFiles,
     choose_files,
@@ -61,6 +64,9 @@ Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 DATASETS = "streammega datasets among files of other formats"
 LITDATA_CHUNK = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin")
 """Names of litdata's chunks, which would pass for raw ids."""
+WARNED_SHARE = 0.1
+"""The share of unknown suffixes, among all files that are found, from which on a warning tells."""
+SHOWN_SUFFIXES = 5
 NOT_IN_INDEX = "next to shards whose index does not name them"
 
 
@@ -109,8 +115,25 @@ def find_inputs(
             "no name in a folder or of a glob matches %s (--include, --exclude); is it mistyped?",
             " or ".join(map(repr, sorted(unmatched))),
         )
+    _warn_of_unknown(len(files), skipped)
     files = drop_repeats(files, skipped)
     return keep_one_split(files, options.hf_split, skipped)
+
+
+def _warn_of_unknown(num_read: int, skipped: SkippedFiles) -> None:
+    """Warn where a large share of the files has unknown suffixes: they may be what was meant."""
+    num_unknown = skipped.counts.get(UNKNOWN, 0)
+    if not num_unknown or num_unknown < WARNED_SHARE * (num_read + num_unknown):
+        return
+    suffixes = Counter(format_suffix(name) for name in skipped.names[UNKNOWN])
+    shown = ", ".join(repr(suffix) for suffix, _ in suffixes.most_common(SHOWN_SUFFIXES))
+    log.warning(
+        "%d of %d files are left out, since their suffixes (%s) name no format: give them others, or "
+        "leave them out by --exclude",
+        num_unknown,
+        num_read + num_unknown,
+        shown,
+    )
 
 
 def describe_inputs(inputs: Sequence[Input]) -> list[dict[str, Any]]:

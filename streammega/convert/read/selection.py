@@ -40,6 +40,7 @@ _ABOUT = re.compile(
 MAX_NAMES = 1000
 """Names of skipped files that are kept for each reason: there may be millions."""
 OWN_OUTPUT = "of this conversion's own output"
+UNKNOWN = "of unknown suffix"
 REPEATED = "other names of files that are read"
 ALL_SPLITS = "all"
 SPLITS = {
@@ -253,7 +254,7 @@ def keep_known_formats(inputs: list[Input], skipped: SkippedFiles | None) -> lis
             f".txt (the file is one text) or .jsonl (a JSON record a line) for instance, or leave it "
             f"out of a folder or glob by --exclude"
         )
-    return drop_inputs(inputs, unknown, "of unknown suffix", skipped)
+    return drop_inputs(inputs, unknown, UNKNOWN, skipped)
 
 
 def drop_repeats(inputs: list[Input], skipped: SkippedFiles) -> list[Input]:
