@@ -325,7 +325,9 @@ def plan(
                 f"hold text: name the tokenizer's end of a document with --eod"
             )
         # Making the encoder raises what would fail at the first text.
-        keep_encoder(BatchEncoder(tokenizer, options, input_storage))
+        encoder = BatchEncoder(tokenizer, options, input_storage)
+        encoder.warn()
+        keep_encoder(encoder)
     # A cluster of this machine alone sees its folders.
     is_cluster = execution.backend == "ray" and os.environ.get("RAY_ADDRESS", "local") != "local"
     if is_cluster and execution.work_dir is None and is_remote(prefix):

@@ -245,6 +245,59 @@ def test_answers_of_the_usual_families_are_known(family: str, turns: str) -> Non
     assert [rendered.text[start:stop] for start, stop in rendered.answers] == expected[turns]
 
 
+NEXT_ROLE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""As of GLM-4: the next role's token ends a turn, and nothing the last one."""
+
+
+@pytest.mark.guarantee("chat-templates-transformers")
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("two", ["\none<|user|>", "\ntwo "]),
+        ("asked", ["\none<|user|>"]),
+        ("asked twice", ["\none"]),
+        ("in a row", ["\none", "\ntwo"]),
+    ],
+)
+def test_the_token_of_the_next_role_ends_an_answer_where_nothing_else_does(
+    turns: str, expected: list[str]
+) -> None:
+    record = {"messages": TURNS[turns]}
+    for between in ("", "\n"):
+        source = NEXT_ROLE.replace("{{ '<|", f"{{{{ '{between}<|")
+        rendered = ChatEncoder(TOKENIZER, source).render(record, "a:1")
+        found = [rendered.text[start:stop] for start, stop in rendered.answers]
+        assert found == [text.replace("<|user|>", f"{between}<|user|>") for text in expected]
+    assert learned(ChatEncoder(TOKENIZER, NEXT_ROLE), record) == expected
+
+
+ENDLESS = {
+    "next role": NEXT_ROLE,
+    "plain": "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    "block without its end": "{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+    "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", [*ENDLESS, *BUILT_IN])
+def test_a_template_whose_last_answer_has_no_end_is_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = name
+    if name in ENDLESS:
+        template = str(tmp_path / "own.jinja")
+        Path(template).write_text(ENDLESS[name])
+    source = lines(tmp_path / "in.jsonl", chat("ask", "tell"))
+    convert([source], str(tmp_path / "out"), chat_template=template, **CONVERSION)
+    warned = [message for message in caplog.messages if "without a special token" in message]
+    assert len(warned) == (name in ENDLESS)
+    assert all("own.jinja" in message for message in warned)
+
+
 @pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("special_tokens", ["text", "parse"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
-from streammega.convert.tokenize.chat_templates import DATE, ChatTemplate, Rendered, SpecialTokens
+from streammega.convert.tokenize.chat_templates import (
+    DATE,
+    PROBE,
+    ChatTemplate,
+    Rendered,
+    SpecialTokens,
+)
 from streammega.convert.tokenize.long_text import LONG, encode_long_with_spans
 from streammega.convert.tokenize.tokenizer_files import (
     CONFIG,
@@ -28,6 +35,8 @@ from streammega.convert.tokenize.tokenizer_files import (
 from streammega.convert.tokenize.tokenizers import Tokenizer, TokenSpans, load_tokenizer
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.cached_property import cached_property
+
+log = logging.getLogger(__name__)
 
 _CHATML = """\
 {% for message in messages %}
@@ -118,6 +127,22 @@ class ChatEncoder:
         self._special = SpecialTokens.of(names, parse=special_tokens_in_text == "parse")
         # Where letters are folded, no search in a text tells which spellings would become tokens.
         self._always_stands_in = self._tokenizer.folds_letters and special_tokens_in_text == "text"
+
+    def warn_of_endless_answers(self) -> None:
+        """Warn where the last answer of a conversation has no token at its end that is learned."""
+        question_and_answer = {"messages": PROBE[:2]}
+        try:
+            chat = self.template.render(question_and_answer, "", self._special)
+        except (ConvertError, FormatError):  # of other conversations, as with a system message
+            return
+        last = "".join(chat.text[start:stop] for start, stop in chat.answers[-1:])
+        if not last.rstrip().endswith(tuple(self._tokenizer.special_tokens)):
+            log.warning(
+                "chat template %s: the last answer of a conversation ends without a special token that "
+                "is learned, so a model may not learn to stop; write one behind answers, within the "
+                "generation block if there is one",
+                self.template.name,
+            )
 
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A record's token ids int32 [tokens], and bool [tokens]: what the assistant says.

@@ -32,6 +32,7 @@ BREAK = "\U000ffffe"
 not be a special token.
 """
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
+_BLANKS = re.compile(r"\s*")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """How the reasoning of an answer is called, as transformers knows it."""
 DATE = "strftime_now"
@@ -171,12 +172,21 @@ class SpecialTokens:
             return cls(names=tuple(names))
         return cls(names=tuple(names), in_messages=spelling_pattern(names))
 
-    def turn_length(self, text: str) -> int:
-        """Characters of an answer with what ends its turn: blanks behind that token (a newline) are
-        the template's.
+    def turn_stop(self, text: str, start: int, stop: int, next_role: str) -> int:
+        """Where a turn of the assistant ends that has text[start:stop]. next_role: of the message
+        after it, or "".
+
+        Blanks behind the token that ends it (a newline) are the template's. Where there is none, as
+        in GLM-4, it is the token of the next role.
         """
-        bare = text.rstrip()
-        return len(bare) if bare.endswith(self.names) else len(text)
+        bare = text[start:stop].rstrip()
+        if bare.endswith(self.names):
+            return start + len(bare)
+        behind = _BLANKS.match(text, stop)
+        place = behind.end() if behind else stop
+        if next_role in ("", "assistant") or not text.startswith(self.names, place):
+            return stop
+        return place + max(len(name) for name in self.names if text.startswith(name, place))
 
 
 class Conversation(NamedTuple):
@@ -276,10 +286,16 @@ class ChatTemplate:
         find = self._marked_answers if self.marks_answers else self._answers_of_family
         answers = find(chat, text)
         if answers is None:
-            answers = []
-            for start, stop in self._prefixes(chat, text):
-                learned = tokens.turn_length(text[start:stop])
-                answers.append((start, start + learned))
+            roles = [turn["role"] for turn in chat.turns]
+            next_roles = [
+                after
+                for role, after in zip(roles, [*roles[1:], ""], strict=True)
+                if role == "assistant"
+            ]
+            answers = [
+                (start, tokens.turn_stop(text, start, stop, after))
+                for (start, stop), after in zip(self._prefixes(chat, text), next_roles, strict=True)
+            ]
         breaks: Sequence[int] = ()
         if tokens.in_messages is not None:
             breaks = self._breaks(chat, text, tokens.in_messages)

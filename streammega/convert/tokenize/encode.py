@@ -72,6 +72,11 @@ class BatchEncoder:
                 f"{tokenizer.name}; use {smallest_dtype(tokenizer.vocab_size)}"
             )
 
+    def warn(self) -> None:
+        """Warn of what the options make of documents, once for a conversion."""
+        if self._chat is not None:
+            self._chat.warn_of_endless_answers()
+
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
         """Encode.
 
