@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,9 @@ from streammega.storage.store import ObjectInfo, Store
 _UNCHAINED_SCHEMES = {*SCHEMES, *OTHER_NAMES, "memory", "abfs", "abfss", "hdfs"}
 """Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
 
+_ENCODED = (".gz", ".tgz", ".zst")
+"""Suffixes of compressions that are also encodings of HTTP."""
+
 
 def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
     """fsspec's file system of a URL or path, and the path within.
@@ -48,6 +51,8 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         check_version_mark(scheme, path, url)
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # the signature covers the URL as it is spelled
+    if scheme in ("http", "https") and split_query(url)[0].lower().endswith(_ENCODED):
+        options |= _as_stored(options)
     if "::" in url and (not is_remote(url) or scheme in _UNCHAINED_SCHEMES):
         # fsspec would take this name for file systems within each other.
         driver = fsspec.get_filesystem_class(scheme if "://" in url else "file")
@@ -55,6 +60,17 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         return driver(**options), driver._strip_protocol(url)
     system, path = fsspec.core.url_to_fs(url, **options)
     return system, path
+
+
+def _as_stored(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of fsspec's driver of http by which the bytes of an answer stay as they are.
+
+    A server may call the compression of a file, which its name tells, the encoding of its answer.
+    It must not add one of its own then: there would be two.
+    """
+    headers = {"Accept-Encoding": "identity"} | dict(options.get("headers") or {})
+    client = {"auto_decompress": False} | dict(options.get("client_kwargs") or {})
+    return {"headers": headers, "client_kwargs": client}
 
 
 @contextmanager

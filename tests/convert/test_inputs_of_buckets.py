@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
@@ -29,7 +30,7 @@ from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.file_system import StoreFiles
 from streammega.storage.open import register_scheme
 from streammega.storage.store import ObjectInfo, Store, WrapperStore
-from tests.support.builders import write_tar
+from tests.support.builders import convert_bytes, tar_bytes, write_tar
 from tests.support.servers import S3, http_server, moto_server
 from tools.bench.object_server import Running, running
 
@@ -211,6 +212,33 @@ def test_the_account_of_a_bucket_is_not_handed_to_a_web_server(
             words = [f"{url}/a.txt", f"s3://{target}/web{number}", "--tokenizer", "bytes", *also]
             status = main(["convert", *words, *words_of("--storage", other_s3)])
             assert status == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.tgz", "a.jsonl.zst"])
+def test_an_encoding_of_the_answer_is_undone_once(name: str, tmp_path: Path) -> None:
+    """A web server may say that a .gz is encoded by gzip: it is the object itself."""
+    lines = b'{"text": "one"}\n' * 1000
+    data = gzip.compress(lines)
+    encoding = "gzip"
+    if name == "a.tgz":
+        data = gzip.compress(tar_bytes(("a.jsonl", lines)))
+    elif name == "a.jsonl.zst":
+        data, encoding = zstandard.compress(lines), "zstd"
+    path = f"/{name}?signature=1"
+    with http_server({path: data}) as server:
+        server.encodings[path] = encoding
+        report = convert_bytes(tmp_path / "out", f"{server.url}{path}")
+    assert report.documents == 1000
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_encoding_of_an_object_is_undone_once(transport: Any, moto: S3, tmp_path: Path) -> None:
+    bucket = moto.new_bucket()
+    data = gzip.compress(b'{"text": "one"}\n' * 1000)
+    moto.client().put_object(Bucket=bucket, Key="a.jsonl.gz", Body=data, ContentEncoding="gzip")
+    storage = StorageConfig(transport=transport, storage_options=moto.options)
+    report = convert_bytes(tmp_path / "out", f"s3://{bucket}/a.jsonl.gz", input_storage=storage)
+    assert report.documents == 1000
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,8 @@ class HttpObjects:
     status: int | None = None
     etags: dict[str, str] = field(default_factory=dict)
     modified: dict[str, str] = field(default_factory=dict)
+    encodings: dict[str, str] = field(default_factory=dict)
+    """The Content-Encoding of answers, whatever a request accepts."""
     hosts: list[str] = field(default_factory=list)
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(method, header) of headers that answers do not have, such as ("GET", "ETag")."""
@@ -307,6 +309,8 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
                 "ETag": etag if etag.startswith("W/") else f'"{etag}"',
                 "Accept-Ranges": "bytes",
             }
+            if path in state.encodings:
+                headers["Content-Encoding"] = state.encodings[path]
             headers["Last-Modified"] = state.modified.get(path, "Sat, 21 Nov 2026 00:00:00 GMT")
             if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
                 start = int(span[1])
