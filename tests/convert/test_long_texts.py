@@ -10,6 +10,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -363,6 +364,19 @@ def test_windows_have_the_ids_of_the_whole_with_sentencepiece(
 
     compare(tokenizer, 40)
     check_windows_stay_small(tokenizer, monkeypatch)
+
+
+@pytest.mark.guarantee("long-texts-ids")
+def test_of_unigrams_of_sentencepiece_few_ids_are_not_those_of_the_whole(tmp_path: Path) -> None:
+    """Whose library adds up scores over the whole text, in float32."""
+    tokenizer = sentencepiece_of(tmp_path, model_type="unigram", vocab_size=110)
+    words = " ".join(SENTENCES).split()
+    text = " ".join(random.Random(7).choices(words, k=400_000))
+    assert len(text) > long_text.LONG
+    found = Counter(ids_in_windows(tokenizer, text))
+    whole = Counter(map(int, tokenizer.encode([text])[0]))
+    differing = (found - whole).total() + (whole - found).total()
+    assert differing < 1e-4 * whole.total()
 
 
 @pytest.mark.usefixtures("small")

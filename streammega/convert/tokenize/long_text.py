@@ -6,6 +6,9 @@ of the second window, which begins where they do; their last tokens are those of
 which ends where they do. Where both stretches meet, all three have the same tokens, and the windows
 are joined there. Where they do not meet, as within a word that is longer than a window, the first
 window is made wider until they do.
+
+SentencePiece's unigram models are the exception: they add up the scores of all tokens before a place
+in float32, and so choose others of nearly the same score far into a text. Windows round less.
 """
 
 from __future__ import annotations
