@@ -96,8 +96,6 @@ FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
     "in.tar": (tar, r"in\.tar!2\.txt: "),
     "packed.tar": (packed_tar, r"packed\.tar!2\.txt\.gz: "),
 }
-ENDS_THE_FILE = ("in.json",)
-"""What follows a large record of these cannot be read."""
 
 
 @pytest.mark.guarantee("record-larger-max")
@@ -120,9 +118,8 @@ def test_a_record_that_is_too_large_is_refused_or_skipped(
     report = convert(
         inputs, str(tmp_path / "out"), max_record_bytes=MAX_BYTES, on_error="skip", **settings
     )
-    assert report.documents == (2 if form in ENDS_THE_FILE else 3)
-    reason = "unreadable file" if form in ENDS_THE_FILE else "too large"
-    assert report.dropped == {reason: 1}
+    assert report.documents == 3
+    assert report.dropped == {"too large": 1}
     whole = convert(inputs, str(tmp_path / "whole"), **settings)
     assert whole.documents == 4
 
@@ -280,6 +277,45 @@ def test_a_large_row_of_csv_costs_itself_alone(
         )
     kept = [text for (_, text), is_large in zip(rows, are_large, strict=True) if not is_large]
     assert stored_texts(folder / "out") == [*filter(None, kept), "last"]
+    assert done.dropped.get("too large", 0) == sum(are_large)
+
+
+values = st.recursive(
+    st.text(st.sampled_from('a"\\\\{}[],\n é'), max_size=30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just('"{'), inner),
+    max_leaves=6,
+)
+
+
+@pytest.mark.guarantee("record-larger-max")
+@given(
+    notes=st.lists(values, max_size=6),
+    indent=st.sampled_from([None, 1]),
+    read_bytes=st.integers(1, 99),
+)
+def test_a_large_record_of_an_array_costs_itself_alone(
+    tmp_path_factory: pytest.TempPathFactory, notes: list[Any], indent: int | None, read_bytes: int
+) -> None:
+    """Each has another value beside its text."""
+    folder = tmp_path_factory.mktemp("json")
+    records = [{"text": f"text {n}", "note": note} for n, note in enumerate(notes)]
+    stored = [json.dumps(record, indent=indent, ensure_ascii=False) for record in records]
+    are_large = [len(record.encode()) > 60 for record in stored]
+    last = '{"text": "last"}'
+    (folder / "in.json").write_text(f"[{','.join([*stored, last])}]", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streammega.convert.read.text.READ_BYTES", read_bytes)
+        patch.setattr("streammega.convert.read.text.HEAD_BYTES", 8)
+        done = convert(
+            [str(folder / "in.json")],
+            str(folder / "out"),
+            tokenizer="bytes",
+            workers=1,
+            max_record_bytes=60,
+            on_error="skip",
+        )
+    kept = [f"text {n}" for n, is_large in enumerate(are_large) if not is_large]
+    assert stored_texts(folder / "out") == [*kept, "last"]
     assert done.dropped.get("too large", 0) == sum(are_large)
 
 

@@ -53,6 +53,9 @@ _LOOSE = json.JSONDecoder(strict=False, parse_int=str)
 """Takes control characters within strings too. It finds the end of records that are refused later,
 one by one.
 """
+_OPENING = '{["'
+_OUTSIDE_OF_STRINGS = re.compile(r'[^"{}\[\]]*')
+_REST_OF_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -195,8 +198,8 @@ def read_values(
     """The records of a file: those of its arrays, and those outside of arrays. head: its beginning,
     which was read already.
 
-    Raises ConvertError, naming the line, where the file is not JSON, ends within a record or an
-    array, or has a record that is too large.
+    One that is too large to be held is given by its size. Raises ConvertError, naming the line,
+    where the file is not JSON, or ends within a record or an array.
     """
     text = _Text(head.removeprefix(BYTE_ORDER_MARK), file, path, options)
     in_array = False
@@ -253,13 +256,36 @@ class _Text:
         while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):
             size = (len(self._text) if end is None else end) - self._at
             if size > self._options.max_record_bytes:
-                raise ConvertError(too_large(f"{self._path}:{self._count_lines()}", self._options))
+                return self._skip_value()
             self._read_on()
             end = self._end_of_value()
         data = self._text[self._at : end].encode("latin-1")
         document = RawDocument(data=data, path=self._path, line=self._count_lines(), is_record=True)
         self._at = end
         return document
+
+    def _skip_value(self) -> RawDocument:
+        """The value that begins at this position, by its size alone: it is too large to be held."""
+        line = self._count_lines()
+        if self._text[self._at] not in _OPENING:  # a number
+            raise ConvertError(too_large(f"{self._path}:{line}", self._options))
+        size = depth = 0
+        in_string = False
+        while not size or depth or in_string:
+            sought = _REST_OF_STRING if in_string else _OUTSIDE_OF_STRINGS
+            letters = sought.match(self._text, self._at)
+            assert letters is not None
+            # the sign behind it, unless more has to be read first: as behind half of an escape
+            sign = self._text[letters.end() : letters.end() + 1].replace("\\", "")
+            size += letters.end() + len(sign) - self._at
+            self._at = letters.end() + len(sign)
+            if sign == '"':
+                in_string = not in_string
+            elif sign:
+                depth += 1 if sign in _OPENING else -1
+            elif not self._read_on():
+                raise self.broken("it ends within a record; is it cut short?")
+        return RawDocument(data=b"", path=self._path, line=line, size=size)
 
     def broken(self, reason: str, position: int | None = None) -> ConvertError:
         """An error that names this position, or a later one."""
