@@ -55,6 +55,9 @@ UNPACKERS: dict[str, Callable[[], Any]] = {
 }
 
 
+NOT_UTF8 = pa.array([b"bad \xff"]).cast(pa.string(), safe=False)
+
+
 def convert_to(tmp_path: Path, *inputs: Path, **options: Any) -> ConvertReport:
     settings: dict[str, Any] = {
         "tokenizer": "bytes",
@@ -481,19 +484,28 @@ def test_a_list_of_nulls_that_takes_no_bytes_is_as_large_as_it_says(
 
 
 @pytest.mark.parametrize("sound", [0, 1, 17, 98])
-def test_rows_before_the_damage_of_an_arrow_batch_are_kept(tmp_path: Path, sound: int) -> None:
+def test_rows_behind_the_damage_of_an_arrow_batch_are_lost_and_counted(
+    tmp_path: Path, sound: int
+) -> None:
     texts = [f"text {number}" for number in range(100)]
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32)
     offsets[sound + 1] = 1 << 28
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer("".join(texts).encode())]
     column = pa.Array.from_buffers(pa.string(), 100, buffers)
-    write_arrow(tmp_path / "a.arrow", column)
-    (tmp_path / "z.jsonl").write_text('{"text": "other"}\n')
-    convert_to(tmp_path, tmp_path / "a.arrow", tmp_path / "z.jsonl")
-    assert made(tmp_path) == [*texts[:sound], "other"]
+    batches = [
+        pa.RecordBatch.from_arrays([values], ["text"])
+        for values in (column, pa.array(["next", "\ufffd"]).cast(pa.string()), NOT_UTF8)
+    ]
+    with pa.ipc.new_stream(tmp_path / "a.arrow", batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    report = convert_to(tmp_path, tmp_path / "a.arrow")
+    assert made(tmp_path) == [*texts[:sound], "next", "\ufffd"]
+    assert report.dropped == {"unreadable row": 100 - sound, "broken record": 1}
+    assert f"from row {sound + 1} to 100 (ArrowInvalid" in report.messages[0]
+    assert "a.arrow:103: is not UTF-8" in report.messages[1]
 
 
-NOT_UTF8 = pa.array([b"bad \xff"]).cast(pa.string(), safe=False)
 BAD_VALUES: dict[str, tuple[pa.Array, str]] = {
     "text": (NOT_UTF8, r":18: is not UTF-8 text \(byte 4\)"),
     "shared text": (

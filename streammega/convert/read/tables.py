@@ -250,13 +250,17 @@ def arrow_rows(
         note(batch.get_total_buffer_size())
         wanted = batch.select(columns)
         # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
+        num_sound = batch.num_rows
         try:
             _check_offsets(wanted)
-        except pa.ArrowInvalid:
-            if rows := _sound_rows(wanted):
-                yield from _rows(wanted.slice(0, rows), paths, source, row)
-            raise
-        yield from _rows(wanted, paths, source, row)
+        except pa.ArrowInvalid as error:
+            num_sound = _sound_rows(wanted)
+            lost = f" from row {row + num_sound + 1:,} to {row + batch.num_rows:,}"
+            message = unreadable(source.path, error, source.storage, lost)
+        if num_sound:
+            yield from _rows(wanted.slice(0, num_sound), paths, source, row)
+        if num_sound < batch.num_rows:
+            source.fault("unreadable row", message, batch.num_rows - num_sound)
         row += batch.num_rows
 
 
