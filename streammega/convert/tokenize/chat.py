@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -128,22 +128,6 @@ class ChatEncoder:
         # Where letters are folded, no search in a text tells which spellings would become tokens.
         self._always_stands_in = self._tokenizer.folds_letters and special_tokens_in_text == "text"
 
-    def warn_of_endless_answers(self) -> None:
-        """Warn where the last answer of a conversation has no token at its end that is learned."""
-        question_and_answer = {"messages": PROBE[:2]}
-        try:
-            chat = self.template.render(question_and_answer, "", self._special)
-        except (ConvertError, FormatError):  # of other conversations, as with a system message
-            return
-        last = "".join(chat.text[start:stop] for start, stop in chat.answers[-1:])
-        if not last.rstrip().endswith(tuple(self._tokenizer.special_tokens)):
-            log.warning(
-                "chat template %s: the last answer of a conversation ends without a special token that "
-                "is learned, so a model may not learn to stop; write one behind answers, within the "
-                "generation block if there is one",
-                self.template.name,
-            )
-
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A record's token ids int32 [tokens], and bool [tokens]: what the assistant says.
 
@@ -233,6 +217,23 @@ class ChatEncoder:
         place_in_new = np.cumsum(kept) - kept
         answers = [(int(place_in_new[low]), int(place_in_new[high])) for low, high in chat.answers]
         return replace(chat, text="".join(text), answers=answers)
+
+
+def warn_of_endless_answers(template: ChatTemplate, special_tokens: Collection[str]) -> None:
+    """Warn where the last answer of a conversation has no token at its end that is learned."""
+    names = tuple(special_tokens)
+    try:
+        chat = template.render({"messages": PROBE[:2]}, "", SpecialTokens.of(names, parse=True))
+    except (ConvertError, FormatError):  # of other conversations, as with a system message
+        return
+    last = "".join(chat.text[start:stop] for start, stop in chat.answers[-1:])
+    if not last.rstrip().endswith(names):
+        log.warning(
+            "chat template %s: the last answer of a conversation ends without a special token that is "
+            "learned, so a model may not learn to stop; write one behind answers, within the generation "
+            "block if there is one",
+            template.name,
+        )
 
 
 def _check_needed(template: ChatTemplate, names: Sequence[str], tokenizer: str) -> None:

@@ -19,7 +19,7 @@ from streammega.convert.read.fields import origin_of, texts_at
 from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Skipped, with_line
 from streammega.convert.read.text import why_no_text
-from streammega.convert.tokenize.chat import ChatEncoder, find_template
+from streammega.convert.tokenize.chat import ChatEncoder, find_template, warn_of_endless_answers
 from streammega.convert.tokenize.chat_templates import Rendered
 from streammega.convert.tokenize.long_text import LONG, encode_long
 from streammega.convert.tokenize.tokenizers import Tokenizer, load_tokenizer, resolve_eod
@@ -75,7 +75,7 @@ class BatchEncoder:
     def warn(self) -> None:
         """Warn of what the options make of documents, once for a conversion."""
         if self._chat is not None:
-            self._chat.warn_of_endless_answers()
+            warn_of_endless_answers(self._chat.template, self.tokenizer.special_tokens)
 
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
         """Encode.
