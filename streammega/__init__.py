@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from streammega.samples.fields import cu_seqlens as cu_seqlens
     from streammega.samples.fields import loss_mask as loss_mask
     from streammega.samples.fields import position_ids as position_ids
+    from streammega.samples.pinned import write_manifest as write_manifest
     from streammega.samples.provenance import Provenance as Provenance
     from streammega.samples.segments import source_names as source_names
     from streammega.samples.usage import sample_usage as sample_usage
@@ -75,6 +76,7 @@ _HOMES = {
     "DocumentName": "streammega.samples.document_names",
     "sample_usage": "streammega.samples.usage",
     "source_names": "streammega.samples.segments",
+    "write_manifest": "streammega.samples.pinned",
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",

@@ -93,8 +93,8 @@ class Simulation:
     latency_ms: Annotated[float, Flag(CLUSTER), Ge(0)] = 30.0
     """Milliseconds to the first byte of an answer of the storage."""
     opening: Annotated[str, Flag(CLUSTER)] = "each"
-    """Who asks the storage when the run starts: each rank; one rank of each node, where they start at
-    the same time; or one for all (together), as the trainer, open_loader and open_together do."""
+    """Who asks the storage when the run starts: each rank; or one for all (together), as the trainer,
+    open_loader and open_together do."""
     train_tokens: Annotated[str | None, Flag(RUN, metavar="TOKENS")] = None
     """Tokens that the run trains, such as 15T. None: all datasets once."""
     sequence_length: Annotated[int, Flag(RUN), Ge(1)] = 4096
@@ -106,9 +106,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.opening not in ("each", "node", "together"):
+        if self.opening not in ("each", "together"):
             raise ConfigError(
-                f"opening (--opening) is {self.opening!r}; it must be each, node or together"
+                f"opening (--opening) is {self.opening!r}; it must be each or together"
             )
 
     @property
@@ -119,7 +119,7 @@ class Simulation:
     @property
     def opening_ranks(self) -> int:
         """Ranks that ask the storage when the run starts."""
-        return {"each": self.ranks, "node": self.nodes, "together": 1}[self.opening]
+        return {"each": self.ranks, "together": 1}[self.opening]
 
 
 @with_flags(Simulation)

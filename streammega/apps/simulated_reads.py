@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from streammega.config import ORDERS, DataConfig, StorageConfig, parse_blend
 from streammega.dataset.checksums import CHECK_BYTES
 from streammega.dataset.idx import index_bytes
-from streammega.dataset.manifest import Manifest, ShardEntry, read_manifest, shard_names
+from streammega.dataset.manifest import Manifest, Shard, parse_manifest, shard_names
 from streammega.dataset.names import MANIFEST
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.loading.lookahead import Lookahead
@@ -43,6 +43,8 @@ DOCUMENT_TOKENS = 1000
 """Tokens of a document where no manifest says it. Only sizes of indices depend on it."""
 MAX_OPENING_LATENCY = 0.02
 """Most seconds that an answer takes in the opening that is timed. Its time is scaled for more."""
+ETAG = '"simulated"'
+"""That of every object."""
 LISTED_BYTES = 320
 """Bytes of an object in the answer to a listing: S3's XML."""
 SHUFFLED_SAMPLES = 1 << 20
@@ -264,10 +266,11 @@ class SimulatedBucket(Store):
         register_scheme(SCHEME, lambda: self)
         for number, (name, dataset) in enumerate(zip(self.names, datasets.values(), strict=True)):
             body = dataset if isinstance(dataset, bytes) else make_manifest(name, dataset, dtype)
+            url = self.url(name + MANIFEST)
+            manifest = self._as_converted_here(parse_manifest(body, url), name)
+            body = manifest.to_json()
             self._bodies[name + MANIFEST] = body
             self._add(name + MANIFEST, len(body), number)
-            url = self.url(name + MANIFEST)
-            manifest = read_manifest(url, StorageConfig())
             if manifest.kind != "bin":
                 raise ConfigError(
                     f"{name}: has .{manifest.kind} shards, and only .bin is simulated; give its size "
@@ -278,6 +281,18 @@ class SimulatedBucket(Store):
                 self._add(f"{key}.bin", shard.bytes, number)
                 self._add(f"{key}.idx", shard.index_bytes, number)
         self._keys = sorted(self._sizes)
+
+    def _as_converted_here(self, manifest: Manifest, name: str) -> Manifest:
+        """The manifest that `streammega convert` would write into this bucket."""
+        shards = [
+            shard._replace(etag=ETAG, index_etag=ETAG, ends=shard.ends or "0" * 16)
+            for shard in manifest.shards
+        ]
+        return replace(manifest, shards=shards, seen_at=self.place(name.rpartition("/")[0]))
+
+    def place(self, prefix: str) -> str:
+        """All is seen here."""
+        return self.url(prefix)
 
     def _add(self, key: str, size: int, dataset: int) -> None:
         self._sizes[key] = size
@@ -315,7 +330,7 @@ class SimulatedBucket(Store):
         return self._info(key)
 
     def _info(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key=key, size=self._sizes[key], etag='"simulated"', modified=1.0)
+        return ObjectInfo(key=key, size=self._sizes[key], etag=ETAG, modified=1.0)
 
     def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
         """A manifest, by one request as obstore gets it."""
@@ -346,13 +361,6 @@ class SimulatedBucket(Store):
         self._count_listing(self._keys[first : first + 1], len(infos))
         return infos
 
-    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
-        """As buckets of S3 do, 1,000 objects an answer."""
-        keys = self._keys[bisect_left(self._keys, after) : bisect_left(self._keys, until)]
-        keys = [key for key in keys if key > after]
-        self._count_listing(keys[:1], min(len(keys), max_objects))
-        return None if len(keys) > max_objects else [self._info(key) for key in keys]
-
     def _count_listing(self, first: Sequence[str], objects: int) -> None:
         for listed in range(0, max(objects, 1), 1000):
             answer_objects = min(1000, objects - listed)
@@ -373,7 +381,7 @@ def make_manifest(name: str, shard_tokens: Sequence[int], dtype: str) -> bytes:
         size = tokens * np.dtype(dtype).itemsize
         index_size = index_bytes(documents, documents + 1, multimodal=False)
         shards.append(
-            ShardEntry(
+            Shard(
                 name=f"{name.rpartition('/')[2]}-{number:05d}",
                 documents=documents,
                 sequences=documents,

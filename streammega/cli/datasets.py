@@ -35,7 +35,10 @@ DOCUMENTS_AT_ONCE = 64
 
 def verify(
     name: Annotated[
-        str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")
+        str,
+        typer.Argument(
+            help="A prefix, a manifest, a folder or a glob; path or URL. Or a blend that 'manifest' wrote."
+        ),
     ],
     eod_id: Annotated[
         int | None,
@@ -57,19 +60,39 @@ def verify(
 
     Exit status 1 if something is wrong.
     """
+    from streammega.dataset.manifest import read_blend_file
+    from streammega.dataset.names import MANIFEST
     from streammega.dataset.verify import VerifyReport, shards_of
     from streammega.dataset.verify import verify as run
 
     settings = storage_config(storage, storage_file)
     # find the dataset at once, or say so: the check itself waits for minutes
     quick_look = storage_config(storage, storage_file, looks_only=True)
+    blend = None
     with show_progress("looking for shards"):
-        shards_of(name, quick_look, VerifyReport(name=name))
-    with show_progress("looking for shards") as progress:
-        checked = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=progress)
-    state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
-    show_report(asdict(checked), summary=f"{checked.name}: {state}", as_json=as_json)
-    if checked.problems:
+        if name.endswith(".json") and not name.endswith(MANIFEST):
+            blend = read_blend_file(name, quick_look)
+        if blend is None:
+            shards_of(name, quick_look, VerifyReport(name=name))
+    datasets = {name: None} if blend is None else blend.manifests
+    reports = []
+    for dataset, known in datasets.items():
+        with show_progress("looking for shards") as progress:
+            checked = run(
+                dataset,
+                settings,
+                vocab_size=vocab_size,
+                eod_id=eod_id,
+                progress=progress,
+                known=known,
+            )
+        reports.append(checked)
+        state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
+        if blend is None or not as_json:
+            show_report(asdict(checked), summary=f"{checked.name}: {state}", as_json=as_json)
+    if blend is not None and as_json:
+        show_report({"datasets": list(map(asdict, reports))}, as_json=True)
+    if any(checked.problems for checked in reports):
         raise typer.Exit(1)
 
 

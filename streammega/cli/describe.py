@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from streammega.config import StorageConfig
     from streammega.convert.documents import RawDocument, Tokens
     from streammega.dataset import IndexedDataset
+    from streammega.dataset.manifest import PinnedBlend
 
-"""The ending of a run's file."""
 FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
 SHOWN_CHARACTERS = 200
 """Characters of the first document of an input that are shown."""
@@ -92,6 +92,40 @@ def describe(
     )
 
 
+def _blend_or_none(url: str, settings: StorageConfig) -> PinnedBlend | None:
+    """The blend at a URL; None where something else is there, or nothing."""
+    from streammega.dataset.manifest import read_blend_file
+
+    try:
+        return read_blend_file(url, settings)
+    except ObjectNotFoundError:
+        return None
+    except FormatError as error:
+        if "is no JSON" in str(error):
+            return None  # an input of another form
+        raise
+
+
+def _describe_blend(url: str, blend: PinnedBlend, *, as_json: bool) -> None:
+    weights: dict[str, float | None] = {}
+    for entries in (blend.blend, *(blend.blend_per_split or ())):
+        for entry in entries or ():
+            name, weight = (entry, None) if isinstance(entry, str) else entry
+            weights.setdefault(name, weight)
+    rows = [
+        {
+            "weight": weights.get(name),
+            "shards": len(manifest.shards),
+            "documents": sum(shard.documents for shard in manifest.shards),
+            "tokens": sum(shard.tokens for shard in manifest.shards),
+            "dtype": manifest.dtype,
+            "dataset": redact_urls(name),
+        }
+        for name, manifest in blend.manifests.items()
+    ]
+    show_report({"blend": redact_urls(url), "datasets": rows}, as_json=as_json)
+
+
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
     from streammega.cli.trace import check_step, open_run, phases_report
     from streammega.train.config import load_run
@@ -117,6 +151,12 @@ def _describe_dataset(
     from streammega.dataset import IndexedDataset
     from streammega.dataset.names import MANIFEST
 
+    if prefix.endswith(".json") and not prefix.endswith(MANIFEST):
+        with show_progress("opening"):
+            blend = _blend_or_none(prefix, settings)
+        if blend is not None:
+            _describe_blend(prefix, blend, as_json=as_json)
+            return
     indexed: IndexedDataset | None = None
     no_dataset: StreammegaError | None = None
     # a signed URL is of one file

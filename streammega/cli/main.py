@@ -30,7 +30,7 @@ from streammega.cli.datasets import (
 from streammega.cli.describe import describe
 from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
-from streammega.cli.runs import prepare, train, warmup
+from streammega.cli.runs import manifest, prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
 from streammega.errors.process import (
@@ -142,6 +142,14 @@ COMMANDS = {
         ),
     ),
     "prepare": Command(prepare, RUN, ("streammega prepare run.toml",)),
+    "manifest": Command(
+        manifest,
+        RUN,
+        (
+            "streammega manifest run.toml s3://bucket/blend.json",
+            "streammega manifest 0.7 s3://bucket/web 0.3 s3://bucket/code s3://bucket/blend.json",
+        ),
+    ),
     "warmup": Command(warmup, RUN, ("streammega warmup",)),
     "train": Command(
         train,

@@ -1,4 +1,4 @@
-"""The commands that start a run or prepare for one: train, prepare, warmup."""
+"""The commands that start a run or prepare for one: train, prepare, manifest, warmup."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from streammega.cli.options import AsJson, Overrides, RunFile, show_progress
+from streammega.cli.options import (
+    RUN_SUFFIX,
+    AsJson,
+    Overrides,
+    RunFile,
+    StorageFile,
+    StorageOption,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.render import print_text, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
@@ -72,6 +81,58 @@ def prepare(
         summary += f", published in {published}"
     report = {"published": published, "datasets": rows} if as_json else {}
     show_report(report, summary=summary, as_json=as_json)
+
+
+def manifest(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN.toml OUT.json [SECTION.NAME=VALUE]... | [WEIGHT] DATASET... OUT.json",
+            help="A run's file, or datasets with their weights in turn; and the file to write, a path "
+            "or URL.",
+        ),
+    ],
+    split: Annotated[
+        str, typer.Option(help="The shares of train, valid and test, where datasets are named.")
+    ] = "1,0,0",
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Write down what a blend means now: its shards, their counts and versions, and its weights.
+
+    A run that names the file (blend = "OUT.json") opens it by one request a rank, and refuses a shard that
+    has changed since. It may go on with the file where it began without, and back.
+    """
+    from streammega.config import DataConfig
+    from streammega.samples.pinned import write_manifest
+
+    if len(words) < 2:
+        raise ConfigError("manifest needs a run's file or datasets, and then the file to write")
+    if words[0].endswith(RUN_SUFFIX):
+        from streammega.train.config import load_run
+
+        out = words[1]
+        config = load_run(words[0], words[2:]).data
+    else:
+        out = words[-1]
+        config = DataConfig(
+            blend=" ".join(words[:-1]) if len(words) > 2 else words[:-1],
+            sequence_length=1,
+            order="stream",
+            split=split,
+            storage=storage_config(storage, storage_file),
+        )
+    if not out.endswith(".json"):
+        raise ConfigError(f"{redact_urls(out)}: the file to write has no name that ends in .json")
+    with show_progress("opening"):
+        written = write_manifest(config, out)
+    rows = [
+        {"dataset": redact_urls(name), "shards": len(one.shards), "tokens": one.tokens}
+        for name, one in written.items()
+    ]
+    summary = f"{pluralize(len(rows), 'dataset')} written to {redact_urls(out)}"
+    show_report({"datasets": rows}, summary=summary, as_json=as_json)
 
 
 def train(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 from streammega.config.blends import Blend, parse_blend
 from streammega.config.orders import ORDERS, Order
@@ -271,8 +271,20 @@ class DataConfig(FieldsConfig):
     loader.
     """
 
+    _manifests: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Not a setting: `open_together` and the file of a written blend set it.
+
     def __repr__(self) -> str:
         return redacted_repr(self)
+
+    @property
+    def manifests(self) -> Mapping[str, Any]:
+        """What is known of datasets by their names: nothing is asked about these when they are opened."""
+        return self._manifests
+
+    def with_manifests(self, manifests: Mapping[str, Any]) -> DataConfig:
+        """A copy that knows more datasets."""
+        return replace(self, _manifests={**self._manifests, **manifests})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,8 +48,8 @@ from streammega.convert.write.shards import (
 )
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, dataset_of_marked, strip_suffix, without_number
+from streammega.dataset.opening import find_shards
 from streammega.dataset.provenance import ENDING, has_provenance
-from streammega.dataset.resolve import find_pairs
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
@@ -404,7 +404,7 @@ def _warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) ->
         return
     # Of the first alone: shards of one dataset all have them, or none has.
     name = dataset_name(datasets[0].path)
-    first_shard = strip_suffix(find_pairs(name, storage)[0])
+    first_shard = strip_suffix(find_shards(name, storage)[0])
     if has_provenance(first_shard, storage):
         log.warning(
             "%s: tells where its documents came from (%s), which this conversion leaves out; "

@@ -13,11 +13,15 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.idx import IndexArrays
+from streammega.dataset.manifest import Shard
+from streammega.dataset.names import with_suffix
+from streammega.dataset.opening import open_manifests
 from streammega.dataset.provenance import ProvenanceReader, open_provenance
-from streammega.dataset.resolve import open_resolved
-from streammega.dataset.shard import Shard
+from streammega.dataset.shard import index_arrays, open_tokens
 from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
+from streammega.errors.redaction import redact_urls
+from streammega.storage import ObjectInfo, Store
 
 Integers = NDArray[np.int64]
 
@@ -44,44 +48,45 @@ class ShardDocuments:
     copy). Methods raise FormatError for an `.idx` that contradicts itself, and StorageError.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, storage: StorageConfig) -> None:
         self.shard = shard
+        self.storage = storage
 
     @property
     def name(self) -> str:
         """The shard's name, as its dataset has it: a prefix, or with the suffix of its kind."""
-        return self.shard.name
+        return with_suffix(self.shard.name, self.shard.kind)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of its tokens, as they are stored."""
-        manifest = self.shard.manifest
-        dtype = self._arrays.dtype if manifest is None else manifest.token_dtype
-        return dtype.newbyteorder("<")
+        return self.shard.token_dtype
 
     @property
     def num_documents(self) -> int:
-        """How many documents it has: by its manifest, so that a remote `.idx` is not copied for it."""
-        entry = self.shard.entry
-        return self._arrays.num_documents if entry is None else entry.documents
+        """How many documents it has."""
+        return self.shard.documents
 
     @property
     def num_sequences(self) -> int:
         """How many sequences it has."""
-        return self._arrays.num_sequences
+        return self.shard.sequences
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it has."""
-        _, info = self.shard.tokens()
-        return info.size // self.dtype.itemsize
+        return self.shard.tokens
+
+    def open_tokens(self) -> tuple[Store, ObjectInfo]:
+        """The store of its tokens, and their one array."""
+        return open_tokens(self.shard, self.storage)
 
     @cached_property
     def origins(self) -> ProvenanceReader | None:
         """Where its documents came from; None where that was not kept. Raises FormatError for a file
         of another shard.
         """
-        reader = open_provenance(self.shard.prefix, self.shard.storage)
+        reader = open_provenance(self.shard.name, self.storage)
         if reader is not None and reader.documents != self.num_documents:
             raise FormatError(
                 f"{reader.url}: has the origins of {reader.documents} documents, and its .idx "
@@ -112,7 +117,7 @@ class ShardDocuments:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(
-                f"document {document} of {self.shard.index_url}, which has {self.num_documents}"
+                f"document {document} of {self._index_url}, which has {self.num_documents}"
             )
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
@@ -132,14 +137,14 @@ class ShardDocuments:
         unknown = documents[(documents < 0) | (documents >= self.num_documents)]
         if len(unknown):
             raise FormatError(
-                f"{self.shard.index_url}: has {self.num_documents} documents, and no number "
+                f"{self._index_url}: has {self.num_documents} documents, and no number "
                 f"{unknown[0]}; does the list of documents belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
             raise FormatError(
-                f"{self.shard.index_url}: its documents overlap; copy it again, or convert again"
+                f"{self._index_url}: its documents overlap; copy it again, or convert again"
             )
         before = np.cumsum(count) - count
         # the sequences of all documents, one after the other
@@ -157,7 +162,7 @@ class ShardDocuments:
         last = int(bounds[document + 1])
         if not 0 <= first <= last <= self._arrays.num_sequences:
             raise FormatError(
-                f"{self.shard.index_url}: document {document} has the sequences [{first}, {last}) "
+                f"{self._index_url}: document {document} has the sequences [{first}, {last}) "
                 f"of {self._arrays.num_sequences}; copy it again, or convert again"
             )
         return range(first, last)
@@ -167,10 +172,10 @@ class ShardDocuments:
         bounds = self._arrays.document_indices
         # numpy's search would copy all of an array of a mapped `.idx`, which is not aligned
         document = bisect_right(bounds, sequence) - 1
-        is_one = 0 <= document < self.num_documents
+        is_one = 0 <= document < self._arrays.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
-                f"{self.shard.index_url}: sequence {sequence} belongs to no document; copy it again, or convert again"
+                f"{self._index_url}: sequence {sequence} belongs to no document; copy it again, or convert again"
             )
         return document
 
@@ -205,7 +210,12 @@ class ShardDocuments:
 
     @cached_property
     def _arrays(self) -> IndexArrays:
-        return self.shard.arrays()
+        return index_arrays(self.shard, self.storage)
+
+    @property
+    def _index_url(self) -> str:
+        """For messages."""
+        return redact_urls(self.shard.index_url)
 
     @cached_property
     def _by_offset(self) -> Integers:
@@ -222,13 +232,8 @@ def open_documents(name: str, storage: StorageConfig) -> list[ShardDocuments]:
     """The shards of a dataset, in their order. Raises ObjectNotFoundError, FormatError,
     StorageError.
     """
-
-    def open_all(datasets: list[list[Shard]]) -> list[ShardDocuments]:
-        (shards,) = datasets
-        _ = shards[0].index_info  # raises now where there is no dataset
-        return [ShardDocuments(shard) for shard in shards]
-
-    return open_resolved([name], storage, open_all)
+    (manifest,) = open_manifests([name], storage)
+    return [ShardDocuments(shard, storage) for shard in manifest.shards]
 
 
 def _append(runs: list[DocumentRun], run: DocumentRun) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -15,18 +14,18 @@ from numpy.typing import NDArray
 from streammega.config import MiB, StorageConfig
 from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined_index
 from streammega.dataset.document_lookup import ShardDocuments
-from streammega.dataset.headers import content_digest, end_shards, read_ends
 from streammega.dataset.idx import IndexArrays
+from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.local_cache import cache_folder
-from streammega.dataset.manifest_metadata import TokenizerLabel, loss_modes_of, tokenizers_of
-from streammega.dataset.names import strip_suffix
+from streammega.dataset.manifest import Manifest
+from streammega.dataset.names import SUFFIXES, split_name, strip_suffix, with_suffix
+from streammega.dataset.opening import content_of, open_with
 from streammega.dataset.provenance import DocumentOrigin
-from streammega.dataset.resolve import open_resolved
-from streammega.dataset.shard import Shard
+from streammega.dataset.shard import checked_arrays, open_tokens, shown_urls
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
-from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import bare_version
 from streammega.storage.thread_pool import parallel_map
@@ -62,9 +61,11 @@ class IndexView:
 
 def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
     """Whether a shard's tokens and its `.idx` exist. Raises AccessDeniedError, EndpointError."""
-    shard = Shard(str(path_prefix), storage or StorageConfig())
+    prefix, kind = split_name(str(path_prefix))
     try:
-        shard.look_up()
+        for url in (prefix + SUFFIXES[kind], f"{prefix}.idx"):
+            store, key = open_store(url, storage or StorageConfig())
+            store.info(key)
     except ObjectNotFoundError:
         return False
     return True
@@ -85,7 +86,7 @@ def _read_object_storage_config(config: Any) -> tuple[str | Path, int]:
 
 class IndexedDataset(Sequence["Item"]):
     """The sequences of a dataset, by number: of one `.bin/.idx` pair, or of all shards that a name
-    means (see `resolve`), end to end.
+    means (see `open_manifests`), end to end.
 
     `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in
     multimodal files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one
@@ -104,6 +105,7 @@ class IndexedDataset(Sequence["Item"]):
         object_storage_config: Megatron's; its `path_to_idx_cache` is the `cache_dir` of a `storage`
             that names none.
         storage: credentials, transport, limits, and the `cache_dir` of `.idx` copies.
+        manifest: what the name is, where that is known: then nothing is asked about it.
         fast_cache_load, sequences_per_dataset, dtype_code: Megatron's, at their defaults only: an
             `.idx` is always read.
 
@@ -120,6 +122,7 @@ class IndexedDataset(Sequence["Item"]):
         *,
         prefix: str = "",
         storage: StorageConfig | None = None,
+        manifest: Manifest | None = None,
         fast_cache_load: bool = False,
         sequences_per_dataset: Any = None,
         dtype_code: int | None = None,
@@ -150,7 +153,8 @@ class IndexedDataset(Sequence["Item"]):
         self.prefix = strip_suffix(name)
         self.storage = storage
         self._with_modes = multimodal
-        self.shards: list[str] = open_resolved([name], self.storage, self._open)
+        known = {} if manifest is None else {name: manifest}
+        self.shards: list[str] = open_with([name], self.storage, self._open, known)
         """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -158,46 +162,32 @@ class IndexedDataset(Sequence["Item"]):
                 "multimodal=True"
             )
 
-    def _open(self, datasets: list[list[Shard]]) -> list[str]:
+    def _open(self, manifests: list[Manifest]) -> list[str]:
         """Open all shards; returns their names."""
-        (self._shards,) = datasets
-        at_once = self._max_opened
-        are_local = self._are_local()
-        opened = parallel_map(Shard.tokens, self._shards, at_once, is_local=are_local)
-        self._sizes = [info.size for _, info in opened]
+        (self._manifest,) = manifests
+        self._shards = self._manifest.shards
+        opened = [open_tokens(shard, self.storage) for shard in self._shards]
+        self._sizes = [shard.token_bytes for shard in self._shards]
         self.store: Store
         self.bin_key: str
         self.bin_info: ObjectInfo
         if len(opened) == 1:
             self.store, self.bin_info = opened[0]
-            self.bin_key = self._shards[0].key
+            self.bin_key = self.bin_info.key
         else:
             self.store = ConcatStore(opened, self.prefix)
             self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
-        # All at once: one after the other, each would take a round trip.
-        at_ends = end_shards(self._shards)
-        jobs: list[Callable[[], Any]] = [shard.look_up for shard in self._shards]
-        jobs.append(
-            partial(read_ends, at_ends, max(1, self.storage.max_concurrent_requests // at_once))
-        )
-        parallel_map(lambda job: job(), jobs, at_once, is_local=are_local)
         # Now, because errors belong here. Not through the property: before Python 3.12 it would open
         # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
-        self.content = content_digest(
-            dtypes=[self.dtype] * len(self._sizes),
-            tokens=[size // self.dtype.itemsize for size in self._sizes],
-            ends=[shard.ends for shard in at_ends],
-            sequences=len(self),
-            documents=len(self.document_indices) - 1,
-        )
+        self.content = content_of(self._manifest)
         """A digest of what it holds, the same wherever it is stored."""
-        etags = [self.bin_info.etag, *(shard.index_info.etag for shard in self._shards)]
+        etags = [self.bin_info.etag, *(shard.index_etag for shard in self._shards)]
         joined = "\n".join(map(bare_version, etags)).encode()
         self.version = hashlib.blake2b(joined, digest_size=16).hexdigest() if all(etags) else ""
         """A digest that changes when one of its files does; empty where a server sends no ETags."""
-        return [shard.name for shard in self._shards]
+        return [with_suffix(shard.name, shard.kind) for shard in self._shards]
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)
@@ -214,17 +204,15 @@ class IndexedDataset(Sequence["Item"]):
         """Map and check the `.idx`. A process that unpickles the dataset maps the same one again."""
         if len(self._shards) == 1:
             return self._open_part(0)
-        infos = [shard.index_info for shard in self._shards]
-        all_bytes = sum(info.size for info in infos)
+        all_bytes = sum(shard.index_bytes for shard in self._shards)
         # Without ETags a joined index on disk could be one of earlier shards.
-        kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
+        kept = all_bytes >= KEEP_BYTES and all(shard.index_etag for shard in self._shards)
         try:
             if not kept:
                 return join_indices(self._open_indices(), self._sizes)
-            urls = [shard.index_url for shard in self._shards]
+            urls = [shown_urls(shard, self.storage)[0] for shard in self._shards]
             versions = [
-                (info.etag, info.size, token_bytes)
-                for info, token_bytes in zip(infos, self._sizes, strict=True)
+                (shard.index_etag, shard.index_bytes, shard.token_bytes) for shard in self._shards
             ]
             return map_joined_index(
                 cache_folder(self.storage) / "idx", urls, versions, self._open_indices
@@ -233,20 +221,14 @@ class IndexedDataset(Sequence["Item"]):
             raise FormatError(f"{self.prefix}: {error}") from None
 
     def _open_indices(self) -> list[IndexArrays]:
+        at_once = min(MAX_OPENED, self.storage.max_concurrent_requests)
         numbers = range(len(self._shards))
-        return parallel_map(self._open_part, numbers, self._max_opened, is_local=self._are_local())
-
-    def _are_local(self) -> bool:
-        return all(shard.store.is_local for shard in self._shards)
-
-    @property
-    def _max_opened(self) -> int:
-        """Most shards that are opened at once."""
-        return min(MAX_OPENED, self.storage.max_concurrent_requests)
+        return parallel_map(self._open_part, numbers, at_once, is_local=self.store.is_local)
 
     def _open_part(self, number: int) -> IndexArrays:
         """The `.idx` of one of its shards."""
-        return self._shards[number].checked_arrays(self._sizes[number])
+        is_packed = self.bin_tokens is not None
+        return checked_arrays(self._shards[number], self.storage, is_packed=is_packed)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -282,19 +264,14 @@ class IndexedDataset(Sequence["Item"]):
         """The modes of sequences that are learned, by the manifest; None where it has none, or there
         is no manifest.
         """
-        return None if self.sequence_modes is None else loss_modes_of(self._shards, self._name)
+        return None if self.sequence_modes is None else self._manifest.learned_modes(self._name)
 
-    @cached_property
+    @property
     def bin_tokens(self) -> int | None:
         """Tokens of a bin, by the manifest; None where documents are end to end, or there is no
-        manifest. Raises FormatError where shards differ.
+        manifest.
         """
-        lengths = {shard.bin_tokens for shard in self._shards}
-        if len(lengths) > 1:
-            raise FormatError(
-                f"{self.prefix}: its shards have bins of different lengths; make a blend of them"
-            )
-        return lengths.pop()
+        return self._manifest.bin_tokens
 
     @property
     def num_bins(self) -> int:
@@ -322,15 +299,15 @@ class IndexedDataset(Sequence["Item"]):
             )
         return self.bin_tokens * self.dtype.itemsize
 
-    @cached_property
+    @property
     def tokenizers(self) -> set[TokenizerLabel]:
         """The tokenizers of its shards, as far as manifests name them."""
-        return tokenizers_of(self._shards, self._name)
+        return self._manifest.tokenizers
 
     @cached_property
     def _documents(self) -> tuple[list[ShardDocuments], NDArray[np.int64]]:
         """The documents of each shard, and the number of the first one of each, in all shards."""
-        shards = [ShardDocuments(shard) for shard in self._shards]
+        shards = [ShardDocuments(shard, self.storage) for shard in self._shards]
         return shards, np.cumsum([0, *(shard.num_documents for shard in shards)])
 
     def origin(self, document: int) -> DocumentOrigin | None:
@@ -358,7 +335,7 @@ class IndexedDataset(Sequence["Item"]):
     @property
     def mmap(self) -> bool:
         """Whether tokens are mapped: those of local files."""
-        return self._are_local()
+        return self.store.is_local
 
     @property
     def index(self) -> IndexView:  # type: ignore[override]  # of Sequence it is a search

@@ -12,17 +12,16 @@ import errno
 import fcntl
 import hashlib
 import io
-import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,17 +31,14 @@ from streammega.config import StorageConfig
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
-from streammega.storage.answers import Answers, are_shared
 from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
 from streammega.storage.cache.cache_folder import check_owner
 from streammega.storage.etags import warn_unversioned
-from streammega.storage.open import settings_digest
 from streammega.storage.progress import note_part, observer
 from streammega.storage.store import atomic_writer
 
 log = logging.getLogger(__name__)
-Opened = TypeVar("Opened")
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""
@@ -50,10 +46,6 @@ FAST_WINDOW, SLOW_WINDOW = 1.0, 4.0
 """Seconds of a download's window, below and above which the next one is larger or smaller."""
 PARTS = ("idx", "order", "convert")
 """The folders of a cache, but for the page cache's."""
-_ANSWERS = "answers-"
-"""What names of files with answers begin with."""
-UNUSED_ANSWERS_DAYS = 1.0
-"""Answers are for processes that wait for them. Older files are removed."""
 COPIES = "copies of index files"
 """What is shown of downloads."""
 LINE_EVERY = 30.0
@@ -194,21 +186,6 @@ def remove_stale(folder: Path, key_of_dataset: str, key: str) -> None:
     for path in folder.glob(f"{key_of_dataset}*"):
         if not path.name.startswith(key):
             _remove(path)
-
-
-def touch(path: Path) -> None:
-    """Note for `remove_unused` that a file is in use. Another user's file cannot be marked."""
-    with suppress(OSError):
-        os.utime(path)
-
-
-def remove_unused(folder: Path, beginning: str, days: float) -> None:
-    """Remove files whose names begin with `beginning` and that were not used for so many days."""
-    used_since = time.time() - days * 86_400
-    for path in folder.glob(f"{beginning}*"):
-        with suppress(OSError):
-            if path.stat().st_mtime < used_since:
-                path.unlink()
 
 
 def _remove(path: Path) -> None:
@@ -403,79 +380,6 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
         write_file(path, chunks)
     except OSError as error:
         raise cache_error(path, error, expected_bytes) from None
-
-
-def open_once_per_node(
-    names: Sequence[str],
-    storage: StorageConfig,
-    open_data: Callable[[], Opened],
-) -> Opened:
-    """What `open_data` opens. Of several processes of this node that open datasets of these names at the
-    same time, with the same settings and environment, one asks the servers, and the others have its
-    answers.
-
-    A process takes only answers that were complete after it began to wait. Where there are none
-    then, and where the cache cannot hold a lock, each process asks. Raises what `open_data` raises.
-    """
-    if are_shared():
-        return open_data()
-    try:
-        folder = cache_folder(storage) / "idx"
-    except CacheError as error:
-        log.debug("%s; datasets are opened without it", error)
-        return open_data()
-    # The environment may name another server, or a user who may read other objects.
-    digest = digest_of(json.dumps([*names, settings_digest(storage).hex()]))
-    path = folder / f"{_ANSWERS}{digest}"
-    lock = path.with_suffix(".lock")
-    waiting = path.with_suffix(".waiting")
-    before = _stamp(path)
-    with ExitStack() as stack:
-        is_first = True
-        try:
-            stack.enter_context(node_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except CacheError:
-            is_first = False
-        if is_first:
-            answers = Answers()
-            try:
-                with answers.shared():
-                    return open_data()
-            finally:
-                # After an error too, so that the others do not repeat it one after the other.
-                if _is_locked(waiting):
-                    remove_unused(folder, _ANSWERS, UNUSED_ANSWERS_DAYS)
-                    with suppress(CacheError):
-                        write_atomically(path, [answers.to_bytes()], 0)
-    try:
-        with node_lock(waiting, fcntl.LOCK_SH), node_lock(lock, fcntl.LOCK_SH):
-            pass
-        if _stamp(path) == before:
-            raise ValueError("the process that asked has left no answers")
-        answers = Answers.from_bytes(path.read_bytes())
-    except (CacheError, OSError, ValueError) as error:
-        log.debug("%s: %s; datasets are opened without it", path, error)
-        return open_data()
-    with answers.shared():
-        return open_data()
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written again; None: there is none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether another process holds a lock."""
-    try:
-        with node_lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            return False
-    except CacheError:
-        return True
 
 
 @contextmanager

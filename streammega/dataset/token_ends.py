@@ -16,16 +16,11 @@ dataset, which states of runs hold: never change it.
 """
 
 
-def digest_of_ends(first: bytes, last: bytes) -> int:
-    """The digest, an int64, as it is kept on disk. first, last: END_BYTES each, or all tokens of a
-    shard that has fewer.
+def digest_of_ends(first: bytes | memoryview, last: bytes | memoryview) -> str:
+    """The digest, 16 hex digits. first, last: END_BYTES each, or all tokens of a shard that has
+    fewer.
     """
-    return int.from_bytes(xxhash.xxh3_64_digest(first + last), "little", signed=True)
-
-
-def ends_of_hex(digest: str) -> int:
-    """The int64 of the digest that a manifest has."""
-    return int.from_bytes(bytes.fromhex(digest), "little", signed=True)
+    return xxhash.xxh3_64_digest(bytes(first) + bytes(last)).hex()
 
 
 class TokenEnds:
@@ -56,7 +51,7 @@ class TokenEnds:
     @property
     def digest(self) -> str:
         """The digest of what was noted, 16 hex digits."""
-        return xxhash.xxh3_64_digest(self._first + self._last).hex()
+        return digest_of_ends(self._first, self._last)
 
 
 def _cut(ranges: Iterable[FileRange], start: int, stop: int) -> list[FileRange]:

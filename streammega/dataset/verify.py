@@ -18,30 +18,33 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import CHECK_BYTES, checksums_of
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
+from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.manifest import (
     Manifest,
-    ShardEntry,
+    Shard,
     manifest_url,
     read_manifest,
     shard_names,
 )
-from streammega.dataset.manifest_metadata import TokenizerLabel
-from streammega.dataset.names import split_name, strip_suffix, with_suffix
+from streammega.dataset.names import SUFFIXES, split_name, strip_suffix, with_suffix
+from streammega.dataset.opening import find_shards, place_of
 from streammega.dataset.provenance import ENDING
-from streammega.dataset.resolve import find_pairs
-from streammega.dataset.shard import Shard
+from streammega.dataset.shard import map_index, token_view
 from streammega.errors import (
     FormatError,
     MissingShardsError,
     ObjectNotFoundError,
     ShortReadError,
 )
+from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import pluralize
 from streammega.kernels import num_threads
 from streammega.kernels.documents import id_range, wrong_ends
-from streammega.storage import ObjectInfo, Store
+from streammega.storage import ObjectInfo, Store, open_store
 from streammega.storage.backends.local import FileRange, copy_buffer, read_files
+from streammega.storage.derived_stores import DerivedStore
+from streammega.storage.etags import same_version
 from streammega.storage.object_ops import read_if_exists
 from streammega.storage.open import is_remote
 from streammega.storage.progress import ProgressObserver
@@ -249,10 +252,12 @@ def verify(
     vocab_size: int | None = None,
     eod_id: int | None = None,
     progress: ProgressObserver | None = None,
+    known: Manifest | None = None,
 ) -> VerifyReport:
     """Check a dataset: a prefix, a manifest, a folder or a glob.
 
     Args:
+        known: what it was when a blend was written, to be compared.
         vocab_size: ids must be below it; default: the manifest's.
         eod_id: every document must end with it; default: the manifest's.
         progress: receives the number of all bytes, and of those just checked.
@@ -264,8 +269,12 @@ def verify(
     progress = progress or ProgressObserver()
     began = time.monotonic()
     report = VerifyReport(name=redact_urls(name))
-    names, manifest = shards_of(name, storage, report)
-    report.checksums = manifest is not None
+    manifest = known
+    if known is None:
+        names, manifest = shards_of(name, storage, report)
+    else:
+        names = [with_suffix(shard.name, shard.kind) for shard in known.shards]
+    report.checksums = manifest is not None and all(shard.checksums for shard in manifest.shards)
     if manifest is not None:
         vocab_size = manifest.vocab_size if vocab_size is None else vocab_size
         eod_id = manifest.eod_id if eod_id is None else eod_id
@@ -318,8 +327,8 @@ def _stored_bytes(
     size = 0
     for name in names:
         with contextlib.suppress(ObjectNotFoundError, FormatError):  # its check will say so
-            shard = Shard(name, storage)
-            size += shard.stored.size
+            shard = StoredShard(name, storage)
+            size += shard.info.size
             if shard.kind != "bin":
                 size += shard.tokens()[1].size
     return size
@@ -342,7 +351,7 @@ def shards_of(
         manifest = read_manifest(url, storage)
     except ObjectNotFoundError:
         try:
-            return find_pairs(name, storage), None
+            return find_shards(name, storage), None
         except MissingShardsError as error:
             report.problems.append(str(error))
             return [], None
@@ -362,6 +371,41 @@ def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
         raise FormatError(f"{redact_urls(url)}: {how}; convert again with --provenance")
 
 
+class StoredShard:
+    """The two objects of a shard, whatever they hold. Raises ObjectNotFoundError without tokens."""
+
+    def __init__(self, name: str, storage: StorageConfig) -> None:
+        self._storage = storage
+        prefix, self.kind = split_name(name)
+        self.store, key = open_store(prefix + SUFFIXES[self.kind], storage)
+        self.info = self.store.info(key)
+        self.url = self.store.url(key)
+        self._index_store, self._index_key = open_store(f"{prefix}.idx", storage)
+        self.index_url = self._index_store.url(self._index_key)
+
+    @cached_property
+    def index(self) -> memoryview:
+        """All of its `.idx`. Raises ObjectNotFoundError, CacheError, StorageError."""
+        try:
+            info = self._index_store.info(self._index_key)
+        except ObjectNotFoundError:
+            raise ObjectNotFoundError(
+                f"{self.index_url}: no such .idx, which {self.url} needs; was its conversion "
+                "interrupted? convert again"
+            ) from None
+        return map_index(self._index_store, info, self._storage)
+
+    def tokens(self) -> tuple[Store, ObjectInfo]:
+        """The store that shows the tokens as one array, and its size. Raises FormatError, StorageError."""
+        if self.kind == "bin":
+            return self.store, self.info
+        view = token_view(
+            self.kind, self.store, self.info, lambda: parse_index(self.index, self.index_url)
+        )
+        shown = DerivedStore(self.store, self.info, view)
+        return shown, shown.info(self.info.key)
+
+
 class SoundIndex(NamedTuple):
     """An `.idx` that fits its tokens, and the store and size of the tokens as one array."""
 
@@ -379,12 +423,13 @@ class ShardCheck:
     def __init__(
         self,
         name: str,
-        expected: ShardEntry | None,
+        expected: Shard | None,
         manifest: Manifest | None,
         storage: StorageConfig,
         report: VerifyReport,
     ) -> None:
-        self._shard = Shard(name, storage)
+        self._name = name
+        self._storage = storage
         self._expected = expected
         self._manifest = manifest
         self._report = report
@@ -397,14 +442,20 @@ class ShardCheck:
         self, vocab_size: int | None, eod_id: int | None, progress: ProgressObserver
     ) -> None:
         """Read and check every byte. Raises ObjectNotFoundError without tokens, FormatError."""
-        shard = self._shard
-        checksums = None if self._expected is None else self._expected.checksums
+        shard = self._shard = StoredShard(self._name, self._storage)
+        expected = self._expected
+        checksums = None if expected is None else expected.checksums or None
         # With too few or too many bytes no checksum can be right. One problem is enough.
-        if self._expected is not None and shard.stored.size != self._expected.bytes:
+        if self._expected is not None and shard.info.size != self._expected.bytes:
             checksums = None
             self._report.problems.append(
-                f"{shard.url}: has {shard.stored.size:,} bytes, the manifest says "
+                f"{shard.url}: has {shard.info.size:,} bytes, the manifest says "
                 f"{self._expected.bytes:,}; copy it again"
+            )
+        if self._is_replaced(shard):
+            self._report.problems.append(
+                f"{shard.url}: was replaced after the manifest was written; if it is right, write "
+                "the manifest again ('streammega manifest', or convert again)"
             )
         index = self._check_index()
         tokens = None
@@ -420,14 +471,14 @@ class ShardCheck:
             )
         check_bytes(
             shard.store,
-            shard.stored,
+            shard.info,
             self._report,
             checksums=checksums,
             # Shards of other kinds do not store tokens as they are.
             tokens=tokens if shard.kind == "bin" else None,
             progress=progress.advance,
         )
-        self._report.checked_bytes += shard.stored.size
+        self._report.checked_bytes += shard.info.size
         if index is None:
             return
         if shard.kind != "bin":
@@ -435,6 +486,14 @@ class ShardCheck:
                 index.store, index.tokens, self._report, tokens=tokens, progress=progress.advance
             )
         self._add_counts(index)
+
+    def _is_replaced(self, shard: StoredShard) -> bool:
+        """Whether it has another ETag than was seen in the same place."""
+        expected = self._expected
+        if expected is None or self._manifest is None or not expected.etag:
+            return False
+        is_in_place = self._manifest.seen_at == place_of(shard.url, self._storage)
+        return is_in_place and not same_version(shard.info.etag, expected.etag)
 
     def _check_index(self) -> SoundIndex | None:
         """The `.idx`; None where it is missing or leads outside of the tokens, which is a problem in
@@ -445,10 +504,9 @@ class ShardCheck:
         problems = self._report.problems
         try:
             # Before its header is parsed: both may be problems.
-            data = shard.index_data()
-            if self._expected is not None and checksums_of(data) != list(
-                self._expected.index_checksums
-            ):
+            data = shard.index
+            checksums = () if self._expected is None else self._expected.index_checksums
+            if checksums and checksums_of(data) != list(checksums):
                 problems.append(
                     f"{index_url}: has another checksum than the manifest says; copy it again"
                 )
@@ -462,7 +520,6 @@ class ShardCheck:
             if self._bin_tokens is not None:
                 check_bins(arrays, self._bin_tokens, index_url)
         except (FormatError, ObjectNotFoundError) as error:
-            _ = shard.stored  # without tokens, that is the error
             problems.append(str(error))
             return None
         try:
@@ -487,7 +544,7 @@ class ShardCheck:
             self._report.notes.append(f"{self._shard.url}: {unused:,} bytes belong to no sequence")
 
 
-def _differences(arrays: IndexArrays, expected: ShardEntry, manifest: Manifest) -> Iterator[str]:
+def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> Iterator[str]:
     """What an `.idx` has and the manifest says otherwise."""
     modes = {True: "modes", False: "no modes"}
     has_modes = arrays.sequence_modes is not None

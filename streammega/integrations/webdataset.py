@@ -31,7 +31,7 @@ import numpy as np
 
 from streammega.config import FieldsConfig
 from streammega.config.validate import parse_json, whole_number
-from streammega.dataset.manifest_metadata import list_names
+from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader

@@ -34,6 +34,7 @@ from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
+from streammega.samples.pinned import read_blend
 from streammega.samples.segments import names_in_identity
 from streammega.samples.source import SampleSource, check_fields
 
@@ -103,6 +104,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
         micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
         global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
+        config = read_blend(config)
         if split == "train":  # the others have no phases
             config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
         schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)

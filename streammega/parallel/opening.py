@@ -1,51 +1,38 @@
-"""Data that all ranks open together: one rank asks the servers, and the others have its answers."""
+"""Data that all ranks open together: one rank asks the servers, and the others ask nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch.distributed as dist
 
+from streammega.config import DataConfig
 from streammega.parallel.groups import has_cpu_backend
 from streammega.parallel.rank_sync import RankSync
-from streammega.storage.answers import Answers
-
-Opened = TypeVar("Opened")
+from streammega.samples.pinned import pin, read_blend, with_pinned
+from streammega.samples.segments import prefixes_of
+from streammega.storage.open import is_remote
 
 
 def open_together(
-    open_data: Callable[[], Opened], group: dist.ProcessGroup | None = None
-) -> Opened:
-    """What `open_data` opens, on every rank of a group at the same place of their programs.
+    config: DataConfig, group: dist.ProcessGroup | None = None, *, split: str = "train"
+) -> DataConfig:
+    """The config with all that its remote datasets are, on every rank of a group at the same place of their
+    programs. What opens data with it asks no server.
 
-    The first rank opens first. What servers answered it is sent to the other ranks, which open with it
-    and send no request. So a job of any size asks as often as one rank. All ranks see the same versions
-    of the data. Anything that opens remote data fits: a StreamLoader, StreamingDataset, IndexedDataset.
+    The first rank asks, so a job of any size asks as often as one rank, and all ranks see the same
+    versions of the data. Names, order and identity are those of the config.
 
     Args:
-        open_data: called once on every rank. In the first rank it runs in a thread. It calls no
-            collectives, and so neither `open_loader` nor this function.
-        group: None: all ranks of torch.distributed. A group with NCCL alone, and a single process, open
-            without it.
+        config: the same on every rank.
+        group: None: all ranks of torch.distributed. In a group with NCCL alone each rank asks.
+        split: the split whose datasets are meant. Those of a blend are the same in every split.
 
-    Raises what `open_data` raises; an error of the first rank on all of them.
+    Raises ObjectNotFoundError, FormatError, StorageError, on all ranks.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
+    config = read_blend(config)
+    if not any(map(is_remote, prefixes_of(config, split))):
+        return config
     if group is None or dist.get_world_size(group) == 1 or not has_cpu_backend(group):
-        return open_data()
-    sync = RankSync(group)
-    opened: list[Opened] = []
-
-    def open_first() -> bytes:
-        answers = Answers()
-        with answers.shared():
-            opened.append(open_data())
-        return answers.to_bytes()
-
-    answers_of_first = sync.run_on_first(open_first)
-    if opened:
-        return opened[0]
-    with Answers.from_bytes(answers_of_first).shared():
-        return open_data()
+        return with_pinned(config, pin(config, split))
+    return with_pinned(config, RankSync(group).run_on_first(lambda: pin(config, split)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from streammega.config import ORDERS, DataConfig
+from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
@@ -30,9 +30,8 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     It reads only the parts of each sample that the rank keeps, unless a field needs whole samples.
 
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
-    Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens. In an
-    order without indices this is a collective: the first rank opens, and the others have the answers
-    that it got (see `open_together`).
+    Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens. This
+    is a collective: the first rank asks what remote datasets are (see `open_together`).
     """
     if not hasattr(ranks, "layout"):
         raise ConfigError(
@@ -50,14 +49,10 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     # ids are copied into a message on the host, and only the message is pinned
     options.setdefault("pin_memory", False)
 
-    def open_one() -> StreamLoader:
-        return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
-
     group = ranks.group(WORLD)
-    # Indices are built while datasets are opened, on each node at once.
-    if group is None or ORDERS[config.order].has_indices:
-        return open_one()
-    return open_together(open_one, group)
+    if group is not None:
+        config = open_together(config, group, split=options.get("split", "train"))
+    return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
 
 
 def get_batch(

@@ -17,6 +17,7 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_packing
+from streammega.samples.pinned import read_blend
 from streammega.samples.segments import SplitBlend, split_blend
 from streammega.samples.token_file import check_tokenizers, check_vocabulary
 from streammega.storage.thread_pool import parallel_map
@@ -44,6 +45,7 @@ def build_datasets(
         raise ConfigError(
             f"num_samples is {counts}; it takes three counts: (train, valid, test), None for one epoch"
         )
+    config = read_blend(config)
     opened: dict[str, IndexedDataset] = {}
     return tuple(
         build_split(config, split, counts[number], opened) for number, split in enumerate(SPLITS)
@@ -61,6 +63,7 @@ def build_split(
     num_samples: None: one epoch. opened: open pairs by prefix, which several splits share; this adds
     to it. Raises what `build_datasets` raises, and ConfigError for a split in phases.
     """
+    config = read_blend(config)
     opened = {} if opened is None else opened
     if len(config.segments(split)) > 1:
         raise ConfigError(
@@ -100,7 +103,9 @@ def _open_all(
     missing = [prefix for prefix in dict.fromkeys(prefixes) if prefix not in opened]
     at_once = min(MAX_OPENERS, config.storage.max_concurrent_requests)
     datasets = parallel_map(
-        lambda prefix: IndexedDataset(prefix, config.storage),
+        lambda prefix: IndexedDataset(
+            prefix, config.storage, manifest=config.manifests.get(prefix)
+        ),
         missing,
         at_once,
     )

@@ -9,20 +9,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from streammega.config import DataConfig
-from streammega.dataset.document_lookup import ShardDocuments, open_documents
+from streammega.dataset.document_lookup import ShardDocuments
+from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import strip_suffix
+from streammega.dataset.opening import open_manifests
 from streammega.dataset.provenance import OriginNames, is_number
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 from streammega.storage.open import resolved
-from streammega.storage.thread_pool import parallel_map
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
-MAX_OPENERS = 16
-"""Datasets whose shards are looked up at once."""
 MAX_SHOWN = 8
 """Names that a message shows, of all that it is about."""
 
@@ -53,21 +52,29 @@ class DocumentNames:
     def __init__(self, prefixes: Sequence[str], config: DataConfig) -> None:
         self.prefixes = prefixes
         self._config = config
-        self._opened: dict[int, list[ShardDocuments]] = {}
+        self._shards: dict[int, list[ShardDocuments]] = {}
+
+    @cached_property
+    def _manifests(self) -> list[Manifest]:
+        return open_manifests(self.prefixes, self._config.storage, self._config.manifests)
+
+    def manifest(self, dataset: int) -> Manifest:
+        """What a dataset is."""
+        return self._manifests[dataset]
 
     def shards(self, dataset: int) -> list[ShardDocuments]:
-        """The shards of a dataset, opened once."""
-        if dataset not in self._opened:
-            config = self._config
-            prefix = self.prefixes[dataset]
-            self._opened[dataset] = open_documents(prefix, config.storage)
-        return self._opened[dataset]
+        """The shards of a dataset."""
+        if dataset not in self._shards:
+            self._shards[dataset] = [
+                ShardDocuments(shard, self._config.storage)
+                for shard in self._manifests[dataset].shards
+            ]
+        return self._shards[dataset]
 
     @cached_property
     def all_shards(self) -> list[list[ShardDocuments]]:
         """The shards of every dataset."""
-        at_once = min(MAX_OPENERS, self._config.storage.max_concurrent_requests)
-        return parallel_map(self.shards, range(len(self.prefixes)), at_once)
+        return [self.shards(dataset) for dataset in range(len(self.prefixes))]
 
     def find(self, name: str) -> list[DocumentName]:
         """The documents of one name, as `find_all` finds them; none where no document has it."""

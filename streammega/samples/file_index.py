@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import StorageConfig
 from streammega.dataset import IndexedDataset
-from streammega.dataset.shard import Shard
+from streammega.dataset.manifest import Shard
+from streammega.dataset.shard import index_arrays
 from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
+from streammega.errors.redaction import redact_urls
 
 Integers = NDArray[np.int64]
 
@@ -37,7 +40,7 @@ class FileIndex:
     copy if the `.idx` is remote.
     """
 
-    source: IndexedDataset | Shard
+    source: IndexedDataset | tuple[Shard, StorageConfig]
 
     @property
     def is_open(self) -> bool:
@@ -47,14 +50,13 @@ class FileIndex:
     @cached_property
     def arrays(self) -> FileIndexArrays:
         """Raises FormatError if sequences are not in ascending order, StorageError."""
-        opened: Any = (
-            self.source if isinstance(self.source, IndexedDataset) else self.source.arrays()
-        )
+        source = self.source
+        opened: Any = source if isinstance(source, IndexedDataset) else index_arrays(*source)
         offsets = _frozen(opened.sequence_offsets)
         if (offsets[1:] < offsets[:-1]).any():
-            name = self.source.index_url if isinstance(self.source, Shard) else self.source.prefix
+            name = source.prefix if isinstance(source, IndexedDataset) else source[0].index_url
             raise FormatError(
-                f"{name}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
+                f"{redact_urls(name)}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
                 "modes; convert it again, or set mask_loss_by_mode=False"
             )
         modes = opened.sequence_modes

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
-from streammega.dataset.manifest_metadata import loss_modes_of
-from streammega.dataset.shard import Shard
+from streammega.dataset.manifest import Manifest
 from streammega.errors import ConfigError
 from streammega.kernels.fields import MIN_MODE
 
@@ -29,15 +26,14 @@ def learned_modes_of(indexed: IndexedDataset, config: DataConfig) -> NDArray[np.
     return _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
 
 
-def learned_modes_of_shards(
-    name: str, shards: Sequence[Shard], config: DataConfig
+def learned_modes_by_manifest(
+    name: str, manifest: Manifest, config: DataConfig
 ) -> NDArray[np.bool_] | None:
-    """The same for the shards of a dataset; no index is read."""
+    """The same for a dataset by its manifest; no index is read."""
     if config.mask_loss_by_mode is False:
         return None
-    multimodal = all(shard.multimodal for shard in shards)
-    labelled = [shard for shard in shards if shard.manifest is not None or shard.multimodal]
-    return _table(name, multimodal, loss_modes_of(labelled, name), config)
+    multimodal = all(shard.multimodal for shard in manifest.shards)
+    return _table(name, multimodal, manifest.learned_modes(name), config)
 
 
 def _table(

@@ -20,6 +20,7 @@ from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
 from streammega.samples.build import build_datasets, build_split
 from streammega.samples.gpt import GPTDataset, shared_folder
+from streammega.samples.pinned import read_blend
 from streammega.samples.source import SampleSource
 from streammega.samples.stream_source import StreamSource
 
@@ -28,6 +29,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     """Samples of a split in the config's order. Raises ConfigError before any token is read."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    config = read_blend(config)
     if len(config.segments(split)) > 1:
         check_in_samples(config.phases)
     return OPENED_BY[config.order](config, split, global_batch_size)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from streammega.config import MAX_SAMPLES, DataConfig
 from streammega.config.validate import whole_number
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
-from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
+from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
@@ -30,10 +30,11 @@ from streammega.order.extents import cut_extents
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.fetch import Ids
 from streammega.samples.open import check_sample_ids, open_source
+from streammega.samples.pinned import read_blend
 from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, file_of_rows
 from streammega.storage.progress import ProgressObserver
-from streammega.storage.thread_pool import ordered_map, parallel_map
+from streammega.storage.thread_pool import ordered_map
 
 Integers = NDArray[np.int64]
 
@@ -115,13 +116,13 @@ class Provenance:
     def __init__(
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
-        self.config = config
+        self.config = config = read_blend(config)
         self.split = split
         size = whole_number("global_batch_size", global_batch_size, 1)
         self.source: SampleSource = open_source(config, split, size)
         self.datasets: Sequence[str] = prefixes_of(config, split)
         """The names of its datasets, over all phases."""
-        self.names = DocumentNames(self.datasets, config)
+        self.names = DocumentNames(self.datasets, self.source.config)
         self._bounds: dict[int, Integers] = {}
 
     def trace(
@@ -287,8 +288,7 @@ class Provenance:
 
     def tokenizers(self, dataset: int) -> set[TokenizerLabel]:
         """The tokenizers of a dataset, as far as manifests name them."""
-        shards = [documents.shard for documents in self.shards(dataset)]
-        return tokenizers_of(shards, self.datasets[dataset])
+        return self.names.manifest(dataset).tokenizers
 
     def shard_name(self, dataset: int, shard: int) -> str:
         """A shard's name, without secrets: what `find` takes."""
@@ -420,8 +420,7 @@ def documents_with(
     for dataset in sorted(of_prefix.values()):
         for shard, documents in enumerate(provenance.shards(dataset)):
             shards.append((dataset, shard, documents))
-    sizes = parallel_map(lambda item: item[2].shard.tokens()[1].size, shards, MAX_OPENED)
-    progress.begin("searching", sum(sizes))
+    progress.begin("searching", sum(documents.shard.token_bytes for _, _, documents in shards))
     for dataset, shard, documents in shards:
         for start, size, ids in _matches(documents, patterns, progress):
             # A match may span documents: the first one counts. Tokens of no document have none.
@@ -434,10 +433,10 @@ def _matches(
     documents: ShardDocuments, patterns: Sequence[Sequence[int]], progress: ProgressObserver
 ) -> Iterator[tuple[int, int, Ids]]:
     """(token of a shard, tokens of the pattern, ids around it) of every match."""
-    store, info = documents.shard.tokens()
+    store, info = documents.open_tokens()
     itemsize = documents.dtype.itemsize
-    tokens = info.size // itemsize
-    request_bytes = documents.shard.storage.tuning.max_request_bytes
+    tokens = documents.num_tokens
+    request_bytes = documents.storage.tuning.max_request_bytes
     stretch = SEARCH_BYTES // itemsize
     longest = max(len(pattern) for pattern in patterns)
     for first in range(0, tokens, stretch):

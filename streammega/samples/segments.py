@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from streammega.config import DataConfig, Segment, parse_blend
 from streammega.dataset.names import strip_suffix
-from streammega.dataset.resolve import is_local_folder
+from streammega.dataset.opening import is_local_folder
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order.split import SPLITS, split_fractions

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.conversations import Message, load_record, messages_of, turns_of
-from streammega.dataset.manifest_metadata import list_names
+from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.derived_fields import check_ids

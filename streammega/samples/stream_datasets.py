@@ -1,27 +1,25 @@
 """Opens the datasets of the stream order: their files, and the parts of these that belong to a
 split.
 
-Many are opened at once, by listings. Only headers, and the pointers at a split's bounds, are read.
+Of their `.idx`, only the beginnings and ends are read, and the pointers at a split's bounds.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from streammega.config import DataConfig
-from streammega.dataset.headers import MAX_HEADER_REQUESTS, content_of, read_datasets
-from streammega.dataset.local_cache import open_once_per_node
-from streammega.dataset.manifest_metadata import TokenizerLabel, tokenizers_of
-from streammega.dataset.resolve import MAX_LOOKED_UP
-from streammega.dataset.shard import Shard
+from streammega.config import DataConfig, StorageConfig
+from streammega.dataset.manifest import Manifest
+from streammega.dataset.opening import MAX_REQUESTS, content_of, open_with
+from streammega.dataset.shard import check_last_end, open_tokens, token_at
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
 from streammega.samples.file_index import FileIndex
-from streammega.samples.loss_masks import learned_modes_of_shards
+from streammega.samples.loss_masks import learned_modes_by_manifest
 from streammega.samples.token_file import TokenFile, check_tokenizers, check_vocabulary
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
@@ -34,14 +32,12 @@ MANY_SEQUENCES = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset. parts: those that belong to a split. tokenizers: empty if nothing asks
-    for them.
-    """
+    """The files of a dataset. parts: those that belong to a split."""
 
     name: str
+    manifest: Manifest
     files: list[TokenFile]
     parts: StreamDataset
-    tokenizers: set[TokenizerLabel]
 
 
 def open_datasets(
@@ -57,54 +53,41 @@ def open_datasets(
     others; StorageError and FormatError for the files.
     """
     compares_tokenizers = not config.allow_mixed_tokenizers and len(prefixes) > 1
-    needs_tokenizers = compares_tokenizers or config.vocab_size is not None
 
-    def open_all() -> list[OpenDataset]:
-        shards_of = read_datasets(prefixes, config.storage)
+    def open_all(manifests: list[Manifest]) -> list[OpenDataset]:
+        def cut(dataset: tuple[str, Manifest]) -> OpenDataset:
+            return _cut_dataset(*dataset, shares, split, config)
 
-        def cut(dataset: tuple[str, list[Shard]]) -> OpenDataset:
-            name, shards = dataset
-            opened = _cut_dataset(name, shards, shares, split, config)
-            if not needs_tokenizers:
-                return opened
-            tokenizers = tokenizers_of(shards, name)
-            check_vocabulary(name, tokenizers, config)
-            return replace(opened, tokenizers=tokenizers)
-
-        datasets = list(zip(prefixes, shards_of, strict=True))
+        datasets = list(zip(prefixes, manifests, strict=True))
         is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
         # whole datasets need no pointers: threads would not help
-        requests = min(MAX_HEADER_REQUESTS, config.storage.max_concurrent_requests)
+        requests = min(MAX_REQUESTS, config.storage.max_concurrent_requests)
         at_once = 1 if is_whole else requests
-        are_local = all(shard.store.is_local for shards in shards_of for shard in shards)
+        are_local = not any(map(is_remote, prefixes))
         return parallel_map(cut, datasets, at_once, is_local=are_local)
 
-    # For fewer, a file costs more than it saves.
-    if sum(map(is_remote, prefixes)) > MAX_LOOKED_UP:
-        opened = open_once_per_node(prefixes, config.storage, open_all)
-    else:
-        opened = open_all()
+    opened = open_with(prefixes, config.storage, open_all, config.manifests)
+    for dataset in opened:
+        check_vocabulary(dataset.name, dataset.manifest.tokenizers, config)
     if compares_tokenizers:
-        check_tokenizers((dataset.name, dataset.tokenizers) for dataset in opened)
+        check_tokenizers((dataset.name, dataset.manifest.tokenizers) for dataset in opened)
     return opened
 
 
 def _cut_dataset(
-    name: str, shards: list[Shard], shares: str, split: str, config: DataConfig
+    name: str, manifest: Manifest, shares: str, split: str, config: DataConfig
 ) -> OpenDataset:
     """The part of a dataset that belongs to a split. Its shards, end to end, are cut by sequences, or
     by bins if it is packed.
     """
-    if len({shard.bin_tokens for shard in shards}) > 1:
-        raise ConfigError(
-            f"{name}: some of its shards have other bins than others, so they have no samples of one "
-            "length; convert it again with --pack-length, or name shards of equal bins in a blend"
-        )
-    bin_tokens = shards[0].bin_tokens
+    shards = manifest.shards
+    bin_tokens = manifest.bin_tokens
+    if bin_tokens is None:
+        for shard in shards:
+            check_last_end(shard, config.storage)
     # splits are cut by sequences, or by bins
     units = [
-        shard.num_sequences if bin_tokens is None else shard.num_tokens // bin_tokens
-        for shard in shards
+        shard.sequences if bin_tokens is None else shard.tokens // bin_tokens for shard in shards
     ]
     bounds = split_bounds(shares, sum(units))[split]
     if bounds is None or bounds[0] == bounds[1]:
@@ -112,57 +95,62 @@ def _cut_dataset(
         raise ConfigError(
             f"{name}: split {shares!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
-    learned = learned_modes_of_shards(name, shards, config)
+    learned = learned_modes_by_manifest(name, manifest, config)
     needs_index = bin_tokens is not None or learned is not None
-    content = content_of(shards)
-    files = [
-        TokenFile(
-            store=shard.tokens()[0],
-            key=shard.key,
-            dtype=shard.dtype,
-            num_tokens=shard.num_tokens,
-            etag=shard.stored.etag,
-            index=FileIndex(source=shard) if needs_index else None,
-            bin_tokens=bin_tokens,
-            learned=learned,
-            content=content,
-        )
-        for shard in shards
-    ]
-    parts = _parts_of(shards, units, bin_tokens, *bounds)
+    content = content_of(manifest)
+    files = []
     for shard in shards:
-        shard.index_body = None  # only the bounds of the split need it, and there are thousands
+        store, info = open_tokens(shard, config.storage)
+        files.append(
+            TokenFile(
+                store=store,
+                key=info.key,
+                dtype=shard.token_dtype,
+                num_tokens=shard.tokens,
+                etag=shard.etag,
+                index=FileIndex(source=(shard, config.storage)) if needs_index else None,
+                bin_tokens=bin_tokens,
+                learned=learned,
+                content=content,
+            )
+        )
+    parts = _parts_of(manifest, units, *bounds, config.storage)
     if bin_tokens is None:
         _warn_of_short(name, parts, len(shards), config)
     # blocks are sized in bytes, by the widest tokens
-    itemsize = max(shard.dtype.itemsize for shard in shards)
+    itemsize = max(shard.token_dtype.itemsize for shard in shards)
     dataset = StreamDataset(
         parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None, name=name
     )
-    return OpenDataset(name=name, files=files, parts=dataset, tokenizers=set())
-
-
-def _token_at(shard: Shard, unit: int, bin_tokens: int | None) -> int:
-    """Where a unit begins; for the number of units, where the last ends."""
-    return shard.token_at(unit) if bin_tokens is None else unit * bin_tokens
+    return OpenDataset(name=name, manifest=manifest, files=files, parts=dataset)
 
 
 def _parts_of(
-    shards: Sequence[Shard],
+    manifest: Manifest,
     units_of_shard: Sequence[int],
-    bin_tokens: int | None,
     begin: int,
     end: int,
+    storage: StorageConfig,
 ) -> list[FilePart]:
     """The parts of the files that have units [begin, end) of shards end to end."""
+    known = {(number, sequence): token for number, sequence, token in manifest.pointers}
+
+    def token_of(number: int, unit: int) -> int:
+        """Where a unit of a shard begins; for the number of units, where the last ends."""
+        if manifest.bin_tokens is not None:
+            return unit * manifest.bin_tokens
+        if (number, unit) in known:
+            return known[number, unit]
+        return token_at(manifest.shards[number], unit, storage)
+
     parts = []
     units_before = 0
-    for number, (shard, units) in enumerate(zip(shards, units_of_shard, strict=True)):
+    for number, units in enumerate(units_of_shard):
         first = max(0, begin - units_before)
         stop = min(units, end - units_before)
         if first < stop:
-            start = _token_at(shard, first, bin_tokens)
-            tokens = _token_at(shard, stop, bin_tokens) - start
+            start = token_of(number, first)
+            tokens = token_of(number, stop) - start
             parts.append(FilePart(file=number, start=start, tokens=tokens))
         units_before += units
     return parts

@@ -206,6 +206,7 @@ class StreamSource(SampleSource):
         prefixes = [prefix for prefix, _ in dataset_names(self._segment_datasets)]
         shares = blend_of(config, split).shares
         self._datasets = open_datasets(prefixes, shares, split, config)
+        config = config.with_manifests({one.name: one.manifest for one in self._datasets})
         files = [dataset.files for dataset in self._datasets]
         _check_apart(self._segment_datasets, prefixes, files)
         bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]

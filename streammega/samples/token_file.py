@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.dataset.headers import read_datasets
-from streammega.dataset.manifest_metadata import TokenizerLabel, mixed_tokenizers, tokenizers_of
+from streammega.dataset.labels import TokenizerLabel, mixed_tokenizers
+from streammega.dataset.opening import open_manifests
 from streammega.errors import ConfigError, StreammegaError
 from streammega.kernels.fields import clear_unlearned
 from streammega.samples.file_index import FileIndex, FileIndexArrays
@@ -113,8 +113,8 @@ def tokenizer_origin(name: str, config: DataConfig) -> str:
     labels: set[TokenizerLabel] = set()
     with suppress(StreammegaError):
         storage = replace(config.storage, retry_timeout=5)
-        (shards,) = read_datasets([name], storage)
-        labels = tokenizers_of(shards, name)
+        (manifest,) = open_manifests([name], storage)
+        labels = manifest.tokenizers
     if not labels:
         return f"{name}, whose tokenizer no manifest names"
     return f"{name}, made with tokenizer {' and '.join(sorted(map(str, labels)))}"

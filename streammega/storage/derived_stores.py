@@ -109,6 +109,7 @@ class DerivedStore(WrapperStore):
         return self._decoded(self.inner.read(key, self._stored(spans), self._etag(etag)), spans)
 
     get = Store.get  # by `info` and `read` above
+    read_start = Store.read_start
 
     def _etag(self, etag: str) -> str:
         # The view was made for this version and would decode another one wrongly.

@@ -157,6 +157,19 @@ class Store(ABC):
             return info, memoryview(b"")
         return info, self.read(key, [(0, info.size)], info.etag)[0]
 
+    def read_start(self, key: str, size: int) -> tuple[ObjectInfo, Buffer]:
+        """What `info` says of an object, and its first `size` bytes, or all of a shorter one; by one
+        request where the client can. Raises as `info` and `read` do.
+        """
+        info = self.info(key)
+        return info, self.read(key, [(0, min(size, info.size))], info.etag)[0]
+
+    def place(self, prefix: str) -> str:
+        """A prefix of keys with its endpoint: where it is the same, the same ETags are seen. Empty where
+        that is not known.
+        """
+        return ""
+
     @abstractmethod
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key.
@@ -164,14 +177,6 @@ class Store(ABC):
         Not `recursive`: only those without a slash after the prefix. ETags are empty where the
         store's listings have none.
         """
-
-    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
-        """Objects with after < key < until, sorted by key, at most `max_objects`.
-
-        None where the store lists whole folders only, or cannot list all of these objects. Raises
-        StorageError where another try may help.
-        """
-        return None
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A writer that streams (multipart where the backend has it)."""
@@ -250,11 +255,14 @@ class WrapperStore(Store):
     def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
         return self.inner.get(key, max_bytes)
 
+    def read_start(self, key: str, size: int) -> tuple[ObjectInfo, Buffer]:
+        return self.inner.read_start(key, size)
+
+    def place(self, prefix: str) -> str:
+        return self.inner.place(prefix)
+
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         return self.inner.list(prefix, recursive)
-
-    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
-        return self.inner.list_between(after, until, max_objects)
 
     def open_writer(self, key: str) -> ObjectWriter:
         return self.inner.open_writer(key)

@@ -41,6 +41,7 @@ PLACES = {
     "validation",
     "phases",
     "exclude_documents",
+    "_manifests",
 }
 """Settings that say where data is. They may differ from node to node; its content may not."""
 

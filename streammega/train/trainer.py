@@ -23,7 +23,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -40,6 +40,7 @@ from streammega.parallel.groups import WORLD
 from streammega.parallel.layout import DIMENSIONS, ParallelLayout
 from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
+from streammega.samples.pinned import read_blend
 from streammega.samples.segments import source_names
 from streammega.samples.source import first_datasets
 from streammega.train.checkpoints.checkpointer import Checkpointer
@@ -82,7 +83,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self.config = config
+        self.config = config = replace(config, data=read_blend(config.data))
         self.device = device
         train = config.train
         # First: cuBLAS reads its variable once, at the first product of matrices.

@@ -64,17 +64,15 @@ def test_few_prefixes_limit_the_start_of_many_ranks(capsys: pytest.CaptureFixtur
     )
 
 
-def test_ranks_that_open_together_or_by_node_send_fewer_requests(
+def test_ranks_that_open_together_send_fewer_requests(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["web=2m", "code=1m", "--nodes", "4", "--ranks-per-node", "2", *SMALL]
     reports = {
-        opening: forecast(capsys, *words, "--opening", opening)
-        for opening in ("each", "node", "together")
+        opening: forecast(capsys, *words, "--opening", opening) for opening in ("each", "together")
     }
     requests = {name: value(report, "start", "requests_of_all") for name, report in reports.items()}
     assert requests["each"] == 8 * requests["together"]
-    assert requests["node"] == 4 * requests["together"]
     saved = requests["each"] - requests["together"]
     whole = [value(reports[name], "whole_run", "requests") for name in ("each", "together")]
     assert whole[0] - whole[1] == saved
@@ -126,7 +124,7 @@ WRONG = [
     (["web=1e999"], "web=1e999: '1e999' is no number of tokens"),
     (["web=1e17"], "give it as several datasets"),
     (["web=1G", "--nodes", "0"], "nodes (--nodes) is 0"),
-    (["web=1G", "--opening", "never"], "each, node or together"),
+    (["web=1G", "--opening", "never"], "each or together"),
     (["web=1G", "--train-tokens", "all"], "train_tokens (--train-tokens)"),
     (["web=1G", "--global-batch-size", "12"], "global_batch_size"),
     (["no.toml"], "no.toml"),

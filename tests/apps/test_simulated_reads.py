@@ -22,6 +22,8 @@ from streammega.apps.simulated_reads import (
     make_manifest,
     simulate_reads,
 )
+from streammega.dataset.names import MANIFEST
+from streammega.dataset.opening import open_manifests
 from streammega.storage.backends.obstore import ObstoreStore
 from tests.support.builders import write_dataset, write_lengths, write_manifest
 from tools.bench.object_server import running
@@ -88,6 +90,9 @@ def test_ranks_send_the_requests_that_were_simulated(
     write_sharded(folder, "code", 30)
     with running(tmp_path) as server:
         storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
+        for name in ("web", "code"):  # as it is where convert wrote into the bucket
+            (manifest,) = open_manifests([f"s3://bucket/{name}"], storage)
+            (folder / f"{name}{MANIFEST}").write_bytes(manifest.to_json())
         config = config_of(storage, "s3://bucket", num_samples=(BATCHES * 2 * RANKS, 0, 0))
         counted = [read_rank(config, rank, sent, tmp_path) for rank in range(RANKS)]
     datasets = {

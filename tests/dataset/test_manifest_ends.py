@@ -1,105 +1,144 @@
-"""The digest of a shard's first and last tokens in its manifest: what it spares, and when it is not
-believed.
-"""
+"""What a manifest says of its shards: what it spares when a dataset is opened, and what it refuses."""
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import s3fs
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
-from streammega.dataset.headers import read_ends
+from streammega.convert import convert
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES
-from streammega.dataset.shard import Shard
-from streammega.dataset.token_ends import ends_of_hex
-from streammega.errors import FormatError
-from streammega.storage import open_store
+from streammega.dataset.opening import open_manifests
+from streammega.errors import FormatError, ObjectChangedError
+from streammega.storage.backends.remote import RemoteStore
 from tests.support.builders import KINDS, write_lengths
 from tools.bench.object_server import Running, running
 
 SHARDS = 12
+SIZES: Any = {"micro_batch_size": 1, "global_batch_size": 1}
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
-    """A bucket `b` with a converted dataset of shards."""
+    """A bucket `b` with a converted dataset of shards, whose manifest has their ETags."""
     write_lengths(str(tmp_path / "in"), [1000] * SHARDS)
     (tmp_path / "b").mkdir()
     words = ["--shard-size", "2000", "--work-dir", str(tmp_path / "work")]
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "b" / "web"), *words]) == 0
     with running(tmp_path) as server:
+        (manifest,) = open_manifests(["s3://b/web"], storage_of(server))
+        (tmp_path / "b" / f"web{MANIFEST}").write_bytes(manifest.to_json())
         yield server, tmp_path / "b"
 
 
-def opened(server: Running, cache: Path) -> tuple[Any, int]:
-    """(identity, requests) of a loader that is opened."""
-    storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
-    store, key = open_store(f"s3://b/web{MANIFEST}", storage)
-    store.info(key)  # so that missing objects are no reason to look for the bucket
-    config = DataConfig(
-        blend=["s3://b/web"],
-        sequence_length=8,
-        order="stream",
-        storage=storage.changed(cache_dir=cache),
+def storage_of(server: Running) -> StorageConfig:
+    return StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
+
+
+def config_of(name: str, storage: StorageConfig, order: Any = "stream") -> DataConfig:
+    counts = (8, 0, 0) if order != "stream" else None
+    return DataConfig(
+        blend=[name], sequence_length=8, order=order, num_samples=counts, storage=storage
     )
+
+
+def opened(server: Running, name: str) -> tuple[Any, int]:
+    """(identity, requests) of a loader that is opened."""
     before = server.counts()
-    with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
+    with StreamLoader(config_of(name, storage_of(server)), **SIZES) as loader:
         after = server.counts()
         asked = sum(after[name] - before[name] for name in ("requests", "lists"))
         return loader.state_dict()["order"], asked
 
 
-def identity_on_disk(name: Path) -> Any:
-    """That of the same dataset by its files, whose tokens are always read."""
-    config = DataConfig(blend=[str(name)], sequence_length=8, order="stream")
-    with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
-        return loader.state_dict()["order"]
-
-
-def without_ends(manifest: Path) -> None:
-    """Rewrite a manifest as earlier versions wrote it; its objects stay older."""
-    lines = manifest.read_text().splitlines(keepends=True)
-    kept = "".join(line for line in lines if '"ends"' not in line)
-    manifest.write_text(kept.replace("],\n  }", "]\n  }"))
+@pytest.mark.guarantee("manifest-ends")
+def test_a_manifest_with_etags_is_all_that_is_asked_for(served: tuple[Running, Path]) -> None:
+    server, bucket = served
+    identity, requests = opened(server, f"s3://b/web{MANIFEST}")
+    assert requests == 1
+    assert opened(server, "s3://b/web") == (identity, 3), "a pair of that name is looked for beside"
+    local = shutil.copytree(bucket, bucket.parent / "local")
+    with StreamLoader(config_of(str(local / "web"), StorageConfig()), **SIZES) as loader:
+        assert loader.state_dict()["order"] == identity, "a copy is the same dataset"
 
 
 @pytest.mark.guarantee("manifest-ends")
-def test_a_manifest_with_ends_spares_the_reads_of_tokens_and_keeps_the_identity(
-    served: tuple[Running, Path], tmp_path: Path
+def test_convert_writes_the_etags_of_what_it_puts_into_a_bucket(
+    tmp_path: Path, s3_storage: StorageConfig, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, bucket = served
-    identity, requests = opened(server, tmp_path / "c1")
-    without_ends(bucket / f"web{MANIFEST}")
-    former_identity, former_requests = opened(server, tmp_path / "c2")
-    assert identity == former_identity
-    assert former_requests - requests == 2, "tokens of the first and of the last shard"
-    assert identity_on_disk(bucket / "web") == identity
+    asked: list[str] = []
+    send = RemoteStore._once
+
+    def noted(store: RemoteStore, key: str, request: Any) -> Any:
+        asked.append(key)
+        return send(store, key, request)
+
+    monkeypatch.setattr(RemoteStore, "_once", noted)
+    write_lengths(str(tmp_path / "in"), [1000] * SHARDS)
+    url = f"s3://{bucket}/web"
+    for _ in range(2):  # one that replaces another as well
+        convert([str(tmp_path / "in")], url, storage=s3_storage, overwrite=True, shard_bytes=2000)
+        asked.clear()
+        with StreamLoader(config_of(f"{url}{MANIFEST}", s3_storage), **SIZES) as loader:
+            assert {key.rpartition("/")[2] for key in asked} == {f"web{MANIFEST}"}
+            next(iter(loader))
 
 
 @pytest.mark.guarantee("manifest-ends")
-@pytest.mark.parametrize("number", [0, SHARDS - 1])
-def test_tokens_that_are_newer_than_their_manifest_are_read(
-    served: tuple[Running, Path], tmp_path: Path, number: int
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_copy_made_by_the_server_is_the_same_dataset_and_resumes(
+    tmp_path: Path, s3_storage: StorageConfig, bucket: str, order: str
+) -> None:
+    write_lengths(str(tmp_path / "in"), [1000] * SHARDS)
+    convert([str(tmp_path / "in")], f"s3://{bucket}/web", storage=s3_storage, shard_bytes=2000)
+    options = dict(s3_storage.storage_options)
+    files = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    for path in files.ls(f"{bucket}/", refresh=True):
+        files.copy(path, path.replace("/web", "/copies/web"))
+    state: Any = None
+    tokens = []
+    for name in (f"s3://{bucket}/web", f"s3://{bucket}/copies/web", f"s3://{bucket}/web"):
+        with StreamLoader(config_of(name, s3_storage, order), **SIZES) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            tokens += [next(iter(loader))["tokens"].numpy().tobytes() for _ in range(2)]
+            state = loader.state_dict()
+    with StreamLoader(config_of(f"s3://{bucket}/web", s3_storage, order), **SIZES) as loader:
+        whole = [
+            batch["tokens"].numpy().tobytes() for _, batch in zip(range(6), loader, strict=False)
+        ]
+    assert tokens == whole
+
+
+@pytest.mark.guarantee("manifest-ends")
+@pytest.mark.parametrize("number", [0, 5, SHARDS - 1])
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_shard_that_was_replaced_by_one_of_its_size_is_refused_by_its_name(
+    served: tuple[Running, Path], number: int, order: str
 ) -> None:
     server, bucket = served
-    identity, requests = opened(server, tmp_path / "c1")
-    path = sorted(bucket.glob("web-*.bin"))[number]
-    later = (bucket / f"web{MANIFEST}").stat().st_mtime + 2
-    os.utime(path, (later, later))
-    same, more_requests = opened(server, tmp_path / "c2")
-    assert same == identity
-    assert more_requests == requests + 1
-    path.write_bytes(bytes(path.stat().st_size))
-    os.utime(path, (later, later))
-    changed, _ = opened(server, tmp_path / "c3")
-    assert changed != identity, "other tokens of the same size were not noticed"
+    local = shutil.copytree(bucket, bucket.parent / "local")
+    for folder, storage, error in (
+        (str(local), StorageConfig(), FormatError),
+        ("s3://b", storage_of(server), ObjectChangedError),
+    ):
+        place = local if error is FormatError else bucket
+        path = sorted(place.glob("web-*.bin"))[number]
+        path.write_bytes(bytes(path.stat().st_size))
+        with (
+            pytest.raises(error, match=path.name),
+            StreamLoader(config_of(f"{folder}/web", storage, order), **SIZES) as loader,
+        ):
+            for _ in zip(range(SHARDS * 250), loader, strict=False):
+                pass
 
 
 @pytest.mark.guarantee("manifest-ends")
@@ -122,9 +161,8 @@ def test_a_writer_has_the_ends_that_a_reader_reads(
                 writer.add_index(prefix)
         writers.append((merged, writer))
     for name, writer in writers:
-        shard = Shard(name, StorageConfig())
-        read_ends([shard], 1)
-        assert shard.ends == ends_of_hex(writer.ends)
+        (manifest,) = open_manifests([name], StorageConfig())
+        assert [shard.ends for shard in manifest.shards] == [writer.ends]
 
 
 def test_ends_of_no_digest_are_a_damaged_manifest(tmp_path: Path) -> None:

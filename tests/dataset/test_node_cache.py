@@ -16,7 +16,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,11 +42,10 @@ from streammega.dataset.local_cache import (
     default_cache_dir,
     map_local_copy,
     node_lock,
-    open_once_per_node,
     remove_stale,
     write_atomically,
 )
-from streammega.errors import CacheError, ConfigError, StorageError
+from streammega.errors import CacheError, ConfigError
 from streammega.storage.atomic_file import ORPHAN_SECONDS, create_beside
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.cache import PageCache
@@ -507,76 +505,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_lock_can_be_kept_each_process_opens_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert (
-        open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path / "file"), lambda: 7)
-        == 7
-    )
-
-
-@pytest.mark.guarantee("open-once-per-node")
-def test_after_an_error_or_a_kill_of_the_process_that_asks_others_open(tmp_path: Path) -> None:
-    def fail() -> int:
-        raise StorageError("the server does not answer")
-
-    with pytest.raises(StorageError, match="does not answer"):
-        open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), fail)
-    context = multiprocessing.get_context("fork")
-    began = context.Event()
-    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
-    holder.start()
-    assert began.wait(60)
-    timer = threading.Timer(0.2, holder.kill)
-    timer.start()
-    assert open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), lambda: 7) == 7
-    timer.join()
-    holder.join()
-
-
-@pytest.mark.guarantee("open-once-per-node")
-def test_processes_that_waited_for_one_that_was_killed_open_at_the_same_time(
-    tmp_path: Path,
-) -> None:
-    context = multiprocessing.get_context("fork")
-    began = context.Event()
-    all_open = context.Barrier(2)
-    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
-    holder.start()
-    assert began.wait(60)
-    others = [
-        context.Process(target=_open_when_all_do, args=(tmp_path, all_open)) for _ in range(2)
-    ]
-    for other in others:
-        other.start()
-    while not all(map(_waits_for_lock, others)):
-        time.sleep(0.01)
-    holder.kill()
-    for process in (holder, *others):
-        process.join()
-    assert [other.exitcode for other in others] == [0, 0], "one opened after the other"
-
-
-@pytest.mark.guarantee("open-once-per-node")
-def test_processes_with_another_environment_share_no_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = multiprocessing.get_context("fork")
-    began = context.Event()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.invalid")
-    holder = context.Process(target=_open_for_ever, args=(tmp_path, began))
-    holder.start()
-    assert began.wait(60)
-    timer = threading.Timer(5, holder.kill)
-    timer.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other.invalid")
-    assert open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=tmp_path), lambda: 7) == 7
-    assert holder.is_alive(), "it was waited for"
-    timer.cancel()
-    holder.kill()
-    holder.join()
-
-
 def test_a_lock_ends_where_another_process_was_forked_meanwhile(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     with node_lock(tmp_path / "lock"):
@@ -586,23 +514,6 @@ def test_a_lock_ends_where_another_process_was_forked_meanwhile(tmp_path: Path) 
         pass
     child.kill()
     child.join()
-
-
-def _waits_for_lock(process: Any) -> bool:
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and str(process.pid) in line.split() for line in lines)
-
-
-def _open_when_all_do(folder: Path, all_open: Any) -> None:
-    open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=folder), lambda: all_open.wait(60))
-
-
-def _open_for_ever(folder: Path, began: Any) -> None:
-    def open_data() -> None:
-        began.set()
-        time.sleep(600)
-
-    open_once_per_node(["s3://b/web"], StorageConfig(cache_dir=folder), open_data)
 
 
 @pytest.mark.guarantee("index-maps-shared")

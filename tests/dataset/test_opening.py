@@ -21,9 +21,9 @@ from streammega.convert.job import ConvertSegment
 from streammega.convert.options import ConvertOptions
 from streammega.convert.work_dir import WorkDir
 from streammega.convert.write.document_order import COMPARED_BYTES, remove_duplicates
-from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.manifest import Manifest, Shard, parse_manifest
 from streammega.dataset.names import SUFFIXES
-from streammega.dataset.resolve import find_pairs, resolve
+from streammega.dataset.opening import find_shards, open_manifests
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, FormatError, MissingShardsError
 from streammega.order.stream_order import tree_fractions
@@ -54,7 +54,9 @@ def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(
     path = tmp_path / "a.bin"
     data = path.read_bytes()
     path.write_bytes(data[:size] if size < 0 else data + bytes(size))
-    with pytest.raises(FormatError, match=r"a\.idx.*200|a\.idx.*sequence 2 is at") as caught:
+    with pytest.raises(
+        FormatError, match=r"a\.idx.*(200|sequence 2 is at|not whole ones)"
+    ) as caught:
         open_in(order, str(tmp_path / "a"), tmp_path)
     assert str(tmp_path / "a.bin") in str(caught.value)
     assert str(len(data) + size) in str(caught.value)
@@ -100,28 +102,25 @@ def test_a_dataset_of_no_sequence_opens(tmp_path: Path, kind: Any) -> None:
     assert len(IndexedDataset(name)) == 0
 
 
-def test_thousands_of_shards_of_a_manifest_are_few_objects_for_the_collector(
-    tmp_path: Path,
-) -> None:
+def test_thousands_of_shards_of_a_manifest_are_few_objects_for_the_collector() -> None:
     """A full collection begins after as many new objects as a quarter of those that there are."""
     shards = [
-        ShardEntry(
+        Shard(
             name=f"web-{number:05d}", documents=1, sequences=1, tokens=1, bytes=2,
             checksums=["0" * 32], index_bytes=70, index_checksums=["1" * 32],
         )
         for number in range(2000)
     ]  # fmt: skip
-    name = tmp_path / "web.manifest.json"
     counts: Any = {"documents": 2000, "sequences": 2000, "tokens": 2000}
-    name.write_bytes(Manifest(kind="bin", dtype="uint16", shards=shards, **counts).to_json())
-    resolve([str(name)], StorageConfig())  # imports
+    raw = Manifest(kind="bin", dtype="uint16", shards=shards, **counts).to_json()
+    parse_manifest(raw, "web")  # imports
     gc.collect()
     before = len(gc.get_objects())
-    (found,) = resolve([str(name)], StorageConfig())
+    manifest = parse_manifest(raw, "web")
     gc.collect()
-    assert len(found) == 2000
-    # Of a local one, its entry, the shard, and its store with a lock. Lists of checksums are none.
-    assert len(gc.get_objects()) - before < 5.5 * 2000
+    assert len(manifest.shards) == 2000
+    # Of each the shard itself. Tuples of checksums are none.
+    assert len(gc.get_objects()) - before < 1.5 * 2000
 
 
 def test_local_datasets_are_opened_without_threads(
@@ -165,7 +164,7 @@ def test_shards_that_are_missing_are_known_by_their_error_not_by_its_words(tmp_p
     folder = tmp_path / "what are missing"
     write_lengths(str(folder / "a-00000-of-00002"), [30])
     with pytest.raises(MissingShardsError):
-        find_pairs(str(folder), StorageConfig())
+        find_shards(str(folder), StorageConfig())
     assert any("a-00001-of-00002" in problem for problem in verify(str(folder)).problems)
     with pytest.raises(FileNotFoundError):  # there is nothing to look at, whatever its name says
         verify(str(folder / "nothing"))
@@ -226,7 +225,7 @@ def test_a_folder_or_a_glob_is_opened_by_all_spellings_of_a_local_name(
         write_lengths(str(tmp_path / "sets" / f"a{number}"), [30])
     spelled = name.format(root.format(here=tmp_path))
     expected = [str(tmp_path / "sets" / f"a{number}") for number in (1, 2)]
-    assert find_pairs(spelled, StorageConfig()) == expected
+    assert find_shards(spelled, StorageConfig()) == expected
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_that_says_so(
@@ -239,7 +238,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_that_says_so(
 
     monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(AccessDeniedError, match="sets: Permission denied"):
-        find_pairs(str(tmp_path / "sets"), StorageConfig())
+        find_shards(str(tmp_path / "sets"), StorageConfig())
 
 
 @pytest.mark.parametrize("weight", [None, 1.0])
@@ -278,7 +277,7 @@ def test_a_name_without_a_folder_has_its_manifest(
 ) -> None:
     put_dataset(f"{tmp_path}/web", seed=0)
     monkeypatch.chdir(tmp_path)
-    ((shard,),) = resolve(["web"], StorageConfig())
+    (manifest,) = open_manifests(["web"], StorageConfig())
+    (shard,) = manifest.shards
     assert shard.name == "web"
-    assert shard.entry is not None
-    assert shard.entry.checksums
+    assert shard.checksums, "those of the manifest"

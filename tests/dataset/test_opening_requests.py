@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,16 @@ import pytest
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
-from streammega.dataset.headers import read_datasets
 from streammega.dataset.mock import MockStore
 from streammega.dataset.names import MANIFEST, SUFFIXES, shard_name
-from streammega.dataset.resolve import find_pairs, resolve
-from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
-from streammega.storage import ObjectInfo
+from streammega.dataset.opening import find_shards, open_manifests, open_with
+from streammega.dataset.shard import index_arrays, token_at
+from streammega.errors import (
+    FormatError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StreammegaError,
+)
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.open import register_scheme
 from tests.support.builders import KINDS, write_lengths, write_manifest
@@ -61,54 +66,164 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         yield server, root
 
 
-def config_of(server: Running, name: str, order: Any, cache: Path, **options: Any) -> DataConfig:
+def storage_of(server: Running, cache: Path | None = None, **options: Any) -> StorageConfig:
     # requests are counted: a busy machine would hedge one now and then
-    storage = StorageConfig(storage_options=server.storage_options).tuned(hedge_requests=False)
+    storage = StorageConfig(storage_options=server.storage_options, cache_dir=cache, **options)
+    return storage.tuned(hedge_requests=False)
+
+
+def config_of(server: Running, name: str, order: Any, cache: Path, **options: Any) -> DataConfig:
     return DataConfig(
         blend=[f"s3://b/{name}"],
         sequence_length=8,
         order=order,
         num_samples=(40, 0, 0),
-        storage=storage.changed(cache_dir=cache),
+        storage=storage_of(server, cache),
         **options,
     )
 
 
+def spent(server: Running, before: dict[str, int]) -> tuple[int, int]:
+    """(requests of all kinds, objects listed) since."""
+    after = server.counts()
+    asked = {name: after[name] - before[name] for name in after}
+    return asked["requests"] + asked["lists"], asked["listed"]
+
+
 def asked(server: Running, config: DataConfig) -> tuple[int, int]:
-    """(requests of all kinds, objects listed) that opening takes."""
+    """The same, that opening takes."""
     before = server.counts()
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
-    after = server.counts()
-    spent = {name: after[name] - before[name] for name in after}
-    return spent["requests"] + spent["lists"], spent["listed"]
+    return spent(server, before)
+
+
+def pin_here(server: Running, folder: Path, stem: str) -> None:
+    """Write a manifest anew, as convert does it in a bucket: with the ETags that are seen there."""
+    url = f"s3://b/{folder.name}/{stem}{MANIFEST}"
+    (opened,) = open_manifests([url], storage_of(server))
+    (folder / f"{stem}{MANIFEST}").write_bytes(opened.to_json())
 
 
 @pytest.mark.guarantee("8-stream-order")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split", ["1,0,0", "90,10,0"])
-def test_a_manifest_is_opened_without_a_request_for_each_shard(
-    served: tuple[Running, Path], tmp_path: Path, kind: str, split: str
+@pytest.mark.parametrize(("split", "pointers"), [("1,0,0", 0), ("90,10,0", 0), ("91,9,0", 1)])
+def test_a_manifest_with_etags_is_opened_by_one_request_and_the_pointers_at_its_cuts(
+    served: tuple[Running, Path], tmp_path: Path, kind: str, split: str, pointers: int
 ) -> None:
-    server, _ = served
-    for name in (f"{kind}/web.manifest.json", f"{kind}/web"):
-        requests, listed = asked(server, config_of(server, name, "stream", tmp_path, split=split))
-        tokens = {"bin": 2, "zst": 4, "tar": 6}[kind]
-        assert requests <= -(-2 * SHARDS // 1000) + 9 + tokens, (
-            "the manifest, a listing, one look at an ETag, a pointer of the split, and tokens of the "
-            "first and the last shard"
-        )
-        assert listed <= 2 * SHARDS + 2
+    server, root = served
+    pin_here(server, root / "b" / kind, "web")
+    for _ in range(2):  # a cache makes it no cheaper
+        config = config_of(server, f"{kind}/web{MANIFEST}", "stream", tmp_path, split=split)
+        assert asked(server, config) == (1 + pointers, 0)
+    requests, listed = asked(server, config_of(server, f"{kind}/web", "stream", tmp_path))
+    assert (requests, listed) == (3, 0), "a look for a pair of that name is beside"
 
 
 @pytest.mark.guarantee("8-stream-order")
-def test_a_folder_or_glob_is_opened_by_one_small_read_of_each_shard_and_no_head(
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_copy_each_shard_of_a_manifest_is_compared_with_it(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "b" / "from").mkdir(parents=True)
+    write_set(tmp_path / "b" / "from", "web", kind)
+    with running(tmp_path) as server:
+        pin_here(server, tmp_path / "b" / "from", "web")
+        shutil.copytree(tmp_path / "b" / "from", tmp_path / "b" / "to")
+        identities = []
+        for folder, expected in (("from", 1), ("to", 1 + 2 * SHARDS)):
+            config = config_of(server, f"{folder}/web{MANIFEST}", "stream", tmp_path / "cache")
+            before = server.counts()
+            loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+            assert spent(server, before) == (expected, 0)
+            identities.append(loader.state_dict()["order"])
+            loader.close()
+        assert identities[0] == identities[1], "a copy is the same dataset"
+
+
+@pytest.mark.guarantee("8-stream-order")
+def test_a_folder_or_glob_is_opened_by_a_listing_and_small_reads_of_each_shard(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
     server, _ = served
     for name in ("bin/", "bin/web-*", "bin/*"):
         requests, listed = asked(server, config_of(server, name, "stream", tmp_path))
-        assert requests <= SHARDS + 6
+        assert requests == 2 * SHARDS + 2, "the beginnings of each shard; the manifest beside them"
         assert listed <= 2 * SHARDS + 2, "what lies deeper was listed too"
+
+
+@pytest.mark.guarantee("8-stream-order")
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "requests"),
+    [(100, 10, 3), (20_000, 10, 4), (3000, 3000, 5), (21_000, 3000, 6)],
+)
+@pytest.mark.parametrize("split", ["1,0,0", "90,10,0", "80,10,10"])
+def test_a_pair_takes_three_to_six_requests_in_two_rounds(
+    tmp_path: Path, tokens: int, sequences: int, requests: int, split: str
+) -> None:
+    write_lengths(str(tmp_path / "b" / "web.bin"), [tokens // sequences or 1] * sequences)
+    cuts = {"1,0,0": 0}.get(split, 1)
+    with running(tmp_path) as server:
+        config = config_of(server, "web", "stream", tmp_path / "cache", split=split)
+        assert asked(server, config) == (requests + cuts, 0)
+        config = config_of(server, "web", "stream", tmp_path / "other", split=split)
+        assert asked(server, config) == (requests + cuts, 0), "nothing of it is kept"
+
+
+@pytest.mark.guarantee("8-stream-order")
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_every_kind_are_opened_by_the_same_requests_in_every_order(
+    tmp_path: Path, kind: Any
+) -> None:
+    write_lengths(str(tmp_path / "b" / "web") + SUFFIXES[kind], [30] * 20)
+    name = "web" if kind == "bin" else f"web{SUFFIXES[kind]}"
+    # The manifest, both beginnings; the table of frames, or an .idx in two; both ends; a pointer.
+    expected = {"bin": 3, "zst": 3 + 1 + 2, "tar": 3 + 2 + 2}[kind]
+    with running(tmp_path) as server:
+        config = config_of(server, name, "stream", tmp_path / "cache", split="90,10,0")
+        assert asked(server, config) == (expected + 1, 0)
+        megatron = config_of(server, name, "megatron", tmp_path / "other", split="90,10,0")
+        copy_of_index = 0 if kind == "tar" else 2
+        assert asked(server, megatron)[0] <= expected + copy_of_index
+        known = megatron.with_manifests(
+            dict(
+                zip(
+                    [f"s3://b/{name}"],
+                    open_manifests([f"s3://b/{name}"], config.storage),
+                    strict=True,
+                )
+            )
+        )
+        assert asked(server, known) == (0, 0), "its .idx was copied, and all else is known"
+
+
+def test_the_log_says_how_many_requests_it_took_and_what_takes_fewer(
+    served: tuple[Running, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, _ = served
+    with caplog.at_level("INFO", logger="streammega.dataset.opening"):
+        open_manifests(["s3://b/bin/web-00000-of-00060"], storage_of(server))
+        assert caplog.messages == ["1 dataset looked up by 3 requests"]
+        caplog.clear()
+        open_manifests(["s3://b/bin/"], storage_of(server))
+    (message,) = caplog.messages
+    assert "by 122 requests, as they are at every start" in message
+    assert "streammega manifest" in message
+    assert "open_together" in message
+
+
+@pytest.mark.parametrize("name", ["bin/web-00000-of-00060", "bin/", f"bin/web{MANIFEST}"])
+def test_a_driver_that_shows_no_headers_asks_once_more_for_each_object(
+    served: tuple[Running, Path], name: str
+) -> None:
+    server, _ = served
+    url = f"s3://b/{name}"
+    before = server.counts()
+    by_obstore = open_manifests([url], storage_of(server))
+    requests, listed = spent(server, before)
+    before = server.counts()
+    by_driver = open_manifests([url], storage_of(server, transport="fsspec"))
+    assert by_driver == by_obstore
+    more, listed_by_driver = spent(server, before)
+    assert more <= 2 * requests + 2, "one look at each object, and what s3fs asks of a missing one"
+    assert listed_by_driver <= listed + 1
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +235,6 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, P
     names = [f"d{number}" for number in range(28)] + ["a", "a-b", "zz/deep", "a.b"]
     for number, name in enumerate(names):
         write_lengths(str(root / "b" / "data" / f"{name}.bin"), [30 + number, 50, 20])
-    others = root / "b" / "data" / "zzz"
-    others.mkdir()
-    for number in range(1200):
-        (others / f"{number}.idx").touch()
     with running(root) as server:
         yield server, root, [f"s3://b/data/{name}" for name in names]
 
@@ -134,84 +245,58 @@ def blend_of(server: Running, names: list[str], cache: Path, **options: Any) -> 
 
 
 @pytest.mark.guarantee("8-stream-order")
-def test_a_blend_is_opened_by_a_listing_and_one_small_read_of_each_dataset(
+def test_the_pairs_of_a_blend_are_opened_together(
     blend: tuple[Running, Path, list[str]], tmp_path: Path
 ) -> None:
-    server, _, names = blend
-    requests, _ = asked(server, blend_of(server, names, tmp_path, split="90,10,0"))
-    assert requests <= 2 * len(names) + 2, (
-        "one listing, one look at an ETag, one read of each index and of the tokens of each"
-    )
-
-
-def test_a_blend_is_the_same_by_listings_and_without(
-    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     server, root, names = blend
-    listed = blend_of(server, names, tmp_path, split="60,40,0")
+    config = blend_of(server, names, tmp_path, split="60,40,0")
+    requests, listed = asked(server, config)
+    assert requests == 4 * len(names), "the look for a manifest, two beginnings, a pointer"
+    assert listed == 0
     local = [str(root / "b" / name.removeprefix("s3://b/")) for name in names]
     identities = []
-    for config in (listed, dataclasses.replace(listed, blend=local)):
-        loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+    for same in (config, dataclasses.replace(config, blend=local)):
+        loader = StreamLoader(same, micro_batch_size=1, global_batch_size=1)
         identities.append(loader.state_dict()["order"])
-    monkeypatch.setattr(ObstoreStore, "list_between", lambda *arguments: None)
-    loader = StreamLoader(listed, micro_batch_size=1, global_batch_size=1)
-    assert [loader.state_dict()["order"]] * 2 == identities
+    assert identities[0] == identities[1]
 
 
-def test_where_too_much_lies_between_datasets_they_are_looked_up(
-    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replaced", [".bin", ".idx", "both"])
+def test_a_dataset_that_is_replaced_while_it_is_opened_is_the_former_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: str
 ) -> None:
-    server, _, names = blend
-    monkeypatch.setattr("streammega.dataset.resolve.MAX_OBJECTS", 10)
-    requests, listed = asked(server, blend_of(server, names, tmp_path))
-    assert requests >= 4 * len(names)
-    assert listed <= 1000, "more than one answer was asked for in vain"
+    read = ObstoreStore.read
+    reads: list[str] = []
 
+    def replaced_before(store: ObstoreStore, key: str, spans: Any, etag: str = "") -> Any:
+        if key == "d7.bin" and not reads:  # in the second round
+            reads.append(key)
+            write_lengths(str(tmp_path / "new.bin"), [20_000])
+            for suffix in (".bin", ".idx") if replaced == "both" else (replaced,):
+                (tmp_path / f"new{suffix}").replace(tmp_path / "b" / f"d7{suffix}")
+        return read(store, key, spans, etag)
 
-def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    list_between = ObstoreStore.list_between
-    listings: list[Any] = []
-
-    def replaced_after(*arguments: Any) -> Any:
-        listings.append(list_between(*arguments))
-        if len(listings) == 1:
-            write_lengths(str(tmp_path / "b" / "d7.bin"), [30])
-        return listings[-1]
-
-    monkeypatch.setattr(ObstoreStore, "list_between", replaced_after)
     names = [f"s3://b/d{number}" for number in range(12)]
     for number in range(12):
-        write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [20])
+        write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [10_000])
+    monkeypatch.setattr(ObstoreStore, "read", replaced_before)
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options)
-        pairs = read_datasets(names, storage.changed(cache_dir=tmp_path / "cache"))
-        assert len(listings) == 2
-        assert [pair.num_tokens for (pair,) in pairs] == [20] * 7 + [30] + [20] * 4
-
-
-def test_an_object_that_was_removed_after_the_listing_is_no_error_of_others(
-    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, _, names = blend
-    info = ObstoreStore.info
-    looks: list[str] = []
-
-    def removed_at_first(store: ObstoreStore, key: str) -> ObjectInfo:
-        looks.append(key)
-        if len(looks) == 1:
-            raise ObjectNotFoundError(f"{key}: was removed")
-        return info(store, key)
-
-    monkeypatch.setattr(ObstoreStore, "info", removed_at_first)
-    requests, _ = asked(server, blend_of(server, names, tmp_path))
-    assert requests > 3 * len(names), "every dataset is looked up by itself then"
+        storage = storage_of(server, tmp_path / "cache")
+        if replaced == "both":
+            opened = open_with(names, storage, lambda all_: all_)
+            assert [one.tokens for one in opened] == [10_000] * 7 + [20_000] + [10_000] * 4
+        elif replaced == ".idx":  # which was read before, and is refused when it is read again
+            opened = open_with(names, storage, lambda all_: all_)
+            assert [one.tokens for one in opened] == [10_000] * 12
+            with pytest.raises(ObjectChangedError, match=r"d7\.idx"):
+                index_arrays(opened[7].shards[0], storage)
+        else:
+            with pytest.raises(FormatError, match="d7"):
+                open_with(names, storage, lambda all_: all_)
 
 
 @pytest.mark.parametrize("gone", [".bin", ".idx"])
-def test_a_missing_object_of_a_listed_blend_is_named(tmp_path: Path, gone: str) -> None:
+def test_a_missing_object_of_a_blend_is_named(tmp_path: Path, gone: str) -> None:
     names = [f"d{number}" for number in range(12)]
     for name in names:
         write_lengths(str(tmp_path / "b" / f"{name}.bin"), [30])
@@ -220,6 +305,54 @@ def test_a_missing_object_of_a_listed_blend_is_named(tmp_path: Path, gone: str) 
         config = blend_of(server, [f"s3://b/{name}" for name in names], tmp_path / "cache")
         with pytest.raises(ObjectNotFoundError, match=rf"d7\{gone}"):
             StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+def test_of_very_many_shards_only_some_are_in_memory_at_once(
+    served: tuple[Running, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = served
+    whole = open_manifests(["s3://b/bin/"], storage_of(server))
+    monkeypatch.setattr("streammega.dataset.opening.SHARDS_AT_ONCE", 7)
+    assert open_manifests(["s3://b/bin/"], storage_of(server)) == whole
+
+
+def test_a_server_that_answers_ranges_with_all_is_read_by_the_other_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, length in enumerate((30, 20_000)):
+        write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [length])
+    names = ["s3://b/d0", "s3://b/d1"]
+    # s3fs asks for credentials, which no test is to look for on the machine
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    with running(tmp_path) as server:
+        expected = open_manifests(names, storage_of(server))
+        server.behave(plain_200=True)
+        again = open_manifests(names, storage_of(server, request_timeout=41))
+    assert [one.shards[0].ends for one in again] == [one.shards[0].ends for one in expected]
+
+
+def test_datasets_are_opened_through_faults(served: tuple[Running, Path]) -> None:
+    server, _ = served
+    expected = open_manifests(["s3://b/bin/"], storage_of(server))
+    server.behave(error_share=0.2, truncate_share=0.2, reset_share=0.1)
+    try:
+        assert open_manifests(["s3://b/bin/"], storage_of(server)) == expected
+    finally:
+        server.behave(error_share=0, truncate_share=0, reset_share=0)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_what_is_cut_short_is_named(tmp_path: Path, suffix: str) -> None:
+    for number in range(12):
+        write_lengths(str(tmp_path / "b" / f"d{number}.bin"), [30, 40])
+    path = tmp_path / "b" / f"d7{suffix}"
+    whole = path.read_bytes()
+    with running(tmp_path) as server:
+        for cut in (b"", whole[:1], whole[:-8]):
+            path.write_bytes(cut)
+            with pytest.raises(FormatError, match="d7"):
+                open_manifests(["s3://b/"], storage_of(server))
 
 
 @pytest.mark.parametrize("documents", ["each", "one"])
@@ -235,15 +368,16 @@ def test_pairs_of_any_size_of_index_are_bounded_alike(
                 writer.end_document()
         if documents == "one":
             writer.end_document()
-    ((local,),) = read_datasets([str(tmp_path / "b" / "web")], StorageConfig())
+    (local,) = open_manifests([str(tmp_path / "b" / "web")], StorageConfig())
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options)
-        ((pair,),) = read_datasets(["s3://b/web"], storage.changed(cache_dir=tmp_path / "cache"))
+        storage = storage_of(server, tmp_path / "cache")
+        (pair,) = open_manifests(["s3://b/web"], storage)
         numbers = range(0, sequences + 1, 100)
-        assert [pair.token_at(number) for number in numbers] == [
-            local.token_at(number) for number in numbers
+        assert [token_at(pair.shards[0], number, storage) for number in numbers] == [
+            token_at(local.shards[0], number, StorageConfig()) for number in numbers
         ]
-        assert (pair.num_sequences, pair.num_tokens) == (local.num_sequences, local.num_tokens)
+        assert (pair.sequences, pair.tokens) == (local.sequences, local.tokens)
+        assert pair.shards[0].multimodal == (modes and sequences > 0)
 
 
 def test_the_megatron_order_opened_again_asks_for_no_shard(
@@ -253,10 +387,7 @@ def test_the_megatron_order_opened_again_asks_for_no_shard(
     for name in ("bin/web", "zst/", "tar/web.manifest.json"):
         first, _ = asked(server, config_of(server, name, "megatron", tmp_path))
         again, _ = asked(server, config_of(server, name, "megatron", tmp_path))
-        assert first <= 3 * SHARDS + 9
-        assert again <= (9 if name != "zst/" else SHARDS + 9), (
-            "without a manifest the tables of frames are read"
-        )
+        assert again <= first - SHARDS, "no copy of an .idx is fetched again"
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
@@ -304,22 +435,16 @@ def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
 
 
 class Together(MockStore):
-    """A mock store whose answers about an `.idx` and its header come when as many threads as there
+    """A mock store whose answers about the beginning of an `.idx` come when as many threads as there
     are shards have asked.
     """
 
-    looks = threading.Barrier(4)
-    reads = threading.Barrier(4)
+    starts = threading.Barrier(4)
 
-    def info(self, key: str) -> ObjectInfo:
+    def read_start(self, key: str, size: int) -> Any:
         if key.endswith(".idx"):
-            self.looks.wait(60)
-        return super().info(key)
-
-    def fetch(self, key: str, spans: Any, etag: str = "") -> Any:
-        if [stop for _, stop in spans] == [34]:
-            self.reads.wait(60)
-        return super().fetch(key, spans, etag)
+            self.starts.wait(60)
+        return super().read_start(key, size)
 
 
 def test_shards_and_datasets_are_looked_up_at_once() -> None:
@@ -365,30 +490,8 @@ def test_openings_keep_to_the_most_requests_at_once(tmp_path: Path, order: Any) 
     if order == "stream":
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
     else:
-        IndexedDataset(names[0], config.storage.changed(cache_dir=tmp_path))
+        IndexedDataset(names[0], config.storage)
     assert Counted.most <= 2
-
-
-class Beside(MockStore):
-    """A mock store that answers the first look at a manifest and the two objects of a pair when all
-    three have been asked for.
-    """
-
-    looks = threading.Barrier(3)
-    seen: ClassVar[set[str]] = set()
-
-    def info(self, key: str) -> ObjectInfo:
-        if key not in self.seen:
-            self.seen.add(key)
-            self.looks.wait(60)
-        return super().info(key)
-
-
-def test_a_lone_pair_and_a_manifest_of_its_name_are_looked_up_side_by_side() -> None:
-    register_scheme("beside", Beside)
-    lone = DataConfig(blend=["beside://tokens=100,length=10"], sequence_length=8, order="stream")
-    StreamLoader(lone, micro_batch_size=1, global_batch_size=1).close()
-    assert len(Beside.seen) == 3
 
 
 @pytest.mark.guarantee("derived-stores-read")
@@ -411,9 +514,7 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
             found.append((batches, loader.state_dict()["order"]))
     local = IndexedDataset(str(root / "b" / kind / "web"))
     url = f"s3://b/{kind}/web"
-    opened = IndexedDataset(
-        url, StorageConfig(storage_options=server.storage_options, cache_dir=tmp_path / "c")
-    )
+    opened = IndexedDataset(url, storage_of(server, tmp_path / "c"))
     again = pickle.loads(pickle.dumps(opened))  # noqa: S301  (our own)
     np.testing.assert_array_equal(np.concatenate(opened[100:130]), np.concatenate(local[100:130]))  # type: ignore[arg-type]
     np.testing.assert_array_equal(np.concatenate(again[7:9]), np.concatenate(local[7:9]))  # type: ignore[arg-type]
@@ -484,11 +585,9 @@ def test_listings_of_more_than_a_thousand_objects_are_whole(tmp_path: Path) -> N
         (tmp_path / "b" / "w" / f"{number:04d}.idx").write_bytes(b"x")
         (tmp_path / "b" / "w" / f"{number:04d}.bin").write_bytes(b"x")
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options)
-        (found,) = resolve(["s3://b/w/"], storage)
+        found = find_shards("s3://b/w/", storage_of(server))
         assert server.counts()["lists"] == 3
     assert len(found) == 1101
-    assert all(shard.version and shard.index_version for shard in found)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------
@@ -502,13 +601,13 @@ def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
     write_lengths(str(folder / "one"), [30])
     write_lengths(str(folder / odd), [40])
     write_lengths(str(folder / "bx"), [50])
-    assert find_pairs(str(folder), StorageConfig()) == sorted(
+    assert find_shards(str(folder), StorageConfig()) == sorted(
         str(folder / name) for name in ("bx", odd, "one")
     )
-    assert find_pairs(str(folder / odd), StorageConfig()) == [str(folder / odd)]
-    assert find_pairs(f"{folder}/{odd}.bin", StorageConfig()) == [str(folder / odd)]
-    assert find_pairs(f"{folder}/o*", StorageConfig()) == [str(folder / "one")]
-    assert find_pairs(f"{folder}/[b]?", StorageConfig()) == [str(folder / "bx")]
+    assert find_shards(str(folder / odd), StorageConfig()) == [str(folder / odd)]
+    assert find_shards(f"{folder}/{odd}.bin", StorageConfig()) == [str(folder / odd)]
+    assert find_shards(f"{folder}/o*", StorageConfig()) == [str(folder / "one")]
+    assert find_shards(f"{folder}/[b]?", StorageConfig()) == [str(folder / "bx")]
     assert len(IndexedDataset(str(folder / odd)).sequence_lengths) == 1
     for order in ("stream", "megatron"):
         config = DataConfig(
@@ -531,15 +630,12 @@ def test_keys_that_are_there_are_no_patterns(
         ) as writer:
             writer.add_document(np.arange(30), [30])
     folder = f"s3://{bucket}/{odd}"
-    assert find_pairs(f"{folder}/{odd}", s3_storage) == [f"{folder}/{odd}"]
-    assert find_pairs(f"{folder}/", s3_storage) == sorted(
+    assert find_shards(f"{folder}/{odd}", s3_storage) == [f"{folder}/{odd}"]
+    assert find_shards(f"{folder}/", s3_storage) == sorted(
         f"{folder}/{name}" for name in ("bx", odd, "one")
     )
-    assert find_pairs(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
-    assert (
-        len(IndexedDataset(f"{folder}/{odd}", s3_storage.changed(cache_dir=tmp_path / "cache")))
-        == 1
-    )
+    assert find_shards(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
+    assert len(IndexedDataset(f"{folder}/{odd}", s3_storage)) == 1
     (found,) = find_inputs([f"{folder}/{odd}"], s3_storage)
     assert (found.path, found.format) == (f"{folder}/{odd}.idx", "megatron")
 

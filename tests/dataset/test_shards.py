@@ -32,7 +32,7 @@ from streammega.convert import convert
 from streammega.convert.options import ConvertOptions
 from streammega.dataset.manifest import MAX_BIN_TOKENS
 from streammega.dataset.names import SUFFIXES, missing_shards, split_name
-from streammega.dataset.resolve import find_pairs
+from streammega.dataset.opening import find_shards
 from streammega.dataset.verify import verify
 from streammega.errors import (
     ConfigError,
@@ -177,7 +177,7 @@ def test_training_from_object_storage_sees_them_too(
 
 
 def test_a_manifest_is_what_a_merge_of_its_shards_would_be(sets: Path, tmp_path: Path) -> None:
-    assert find_pairs(str(sets / "bin.manifest.json"), StorageConfig()) == find_pairs(
+    assert find_shards(str(sets / "bin.manifest.json"), StorageConfig()) == find_shards(
         f"{sets}/bin-*", StorageConfig()
     )
     convert([str(sets / "zst.manifest.json")], str(tmp_path / "merged"), workers=1)
@@ -318,7 +318,7 @@ def test_a_set_with_a_missing_shard_is_no_dataset(sets: Path, tmp_path: Path) ->
     copy(sets, tmp_path / "d", "bin-*")
     sorted((tmp_path / "d").glob("*.idx"))[2].unlink()
     with pytest.raises(ObjectNotFoundError, match=r"missing, such as .*bin-00002-of-"):
-        find_pairs(str(tmp_path / "d"), StorageConfig())
+        find_shards(str(tmp_path / "d"), StorageConfig())
     assert missing_shards(["a-00000-of-00003", "a-00002-of-00003.tar", "other"]) == [
         "a-00001-of-00003"
     ]
@@ -327,7 +327,7 @@ def test_a_set_with_a_missing_shard_is_no_dataset(sets: Path, tmp_path: Path) ->
 def test_a_dataset_wins_over_a_folder_of_its_name(sets: Path, tmp_path: Path) -> None:
     copy(sets, tmp_path, "pair.*")
     (tmp_path / "pair").mkdir()
-    assert find_pairs(str(tmp_path / "pair"), StorageConfig()) == [str(tmp_path / "pair")]
+    assert find_shards(str(tmp_path / "pair"), StorageConfig()) == [str(tmp_path / "pair")]
     assert len(IndexedDataset(str(tmp_path / "pair"))) == 300
 
 

@@ -273,7 +273,7 @@ MAY_CHANGE = {
     *("mask_loss_by_mode", "fields", "return_dataset_ids"),
     # what is checked, and where data and indices are
     *("vocab_size", "allow_mixed_tokenizers", "index_publish_url"),
-    *("storage", "storage_by_prefix"),
+    *("storage", "storage_by_prefix", "_manifests"),
     # validation, and what is passed over
     *("drop_last_partial_validation_sequence", "full_validation", "multiple_validation_sets"),
     "exclude_samples",

@@ -309,10 +309,10 @@ def test_a_dataset_that_a_blend_names_twice_is_opened_once(
 ) -> None:
     opened = []
 
-    def open_slowly(prefix: str, *rest: Any) -> IndexedDataset:
+    def open_slowly(prefix: str, *rest: Any, **options: Any) -> IndexedDataset:
         opened.append(prefix)
         time.sleep(0.05)  # as long as the other thread needs to find that it is not open
-        return IndexedDataset(prefix, *rest)
+        return IndexedDataset(prefix, *rest, **options)
 
     monkeypatch.setattr("streammega.samples.build.IndexedDataset", open_slowly)
     config = DataConfig(

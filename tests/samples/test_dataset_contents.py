@@ -19,8 +19,8 @@ from streammega import (
     StorageConfig,
     StreamLoader,
 )
-from streammega.dataset.headers import content_of, read_datasets
 from streammega.dataset.names import SUFFIXES
+from streammega.dataset.opening import content_of, open_manifests
 from streammega.errors import StateError
 from streammega.order.state import differing_values
 from streammega.samples.provenance import Provenance
@@ -42,11 +42,9 @@ def tokens_of(seed: int, count: int = DOCUMENTS * LENGTH) -> np.ndarray[Any, Any
     return np.random.default_rng(seed).integers(0, 1000, count).astype(np.uint16)
 
 
-def content_of_dataset(
-    name: str, storage: StorageConfig | None = None, cache: Path | None = None
-) -> str:
-    (shards,) = read_datasets([name], (storage or StorageConfig()).changed(cache_dir=cache))
-    return content_of(shards)
+def content_of_dataset(name: str, storage: StorageConfig | None = None) -> str:
+    (manifest,) = open_manifests([name], storage or StorageConfig())
+    return content_of(manifest)
 
 
 def loader_of(blend: Any, order: Any, cache: Path, **options: Any) -> StreamLoader:
@@ -227,7 +225,7 @@ def test_the_content_is_the_same_in_every_form_and_place(tmp_path: Path, shards:
         for form in KINDS:
             for place, storage in ((f"{root}/", StorageConfig()), ("s3://b/", remote)):
                 for name in (f"{place}{form}/", f"{place}{form}-manifest/web"):
-                    found.add(content_of_dataset(name, storage, cache))
+                    found.add(content_of_dataset(name, storage))
                     dataset = IndexedDataset(name, storage=storage.changed(cache_dir=cache))
                     found.add(dataset.content)
     assert len(found) == 1
@@ -248,7 +246,7 @@ def test_datasets_of_few_or_no_tokens_have_a_content_too(
             for number, size in enumerate(sizes):
                 put(f"{folder}/s{number}{SUFFIXES[kind]}", tokens_of(1, size))
             name = f"s3://b/{case}/" if remote else f"{folder}/"
-            contents.add(content_of_dataset(name, storage, tmp_path / "cache"))
+            contents.add(content_of_dataset(name, storage))
     assert len(contents) == 8, "each is another dataset"
 
 

@@ -23,8 +23,9 @@ from streammega import (
     StreamingDataset,
     build_datasets,
 )
-from streammega.dataset.headers import read_datasets
 from streammega.dataset.local_cache import SharedFolder, cached_arrays, map_local_copy
+from streammega.dataset.opening import open_manifests
+from streammega.dataset.shard import token_at
 from streammega.errors import ObjectChangedError
 from streammega.storage import ObjectInfo, Store, open_store
 from tests.support.kept_files import save_kept
@@ -153,11 +154,12 @@ def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
 
 
 def test_pointers_are_read_from_the_index_that_was_opened(place: Place) -> None:
-    ((shard,),) = read_datasets(["s3://data/web"], place.storage)
-    assert shard.token_at(2) == 2 * TOKENS
+    (manifest,) = open_manifests(["s3://data/web"], place.storage)
+    (shard,) = manifest.shards
+    assert token_at(shard, 2, place.storage) == 2 * TOKENS
     place.replace(".idx")
     with pytest.raises(ObjectChangedError, match=r"web\.idx"):
-        shard.token_at(2)
+        token_at(shard, 2, place.storage)
 
 
 @pytest.mark.guarantee("11-bytes-used")

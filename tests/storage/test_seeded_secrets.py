@@ -307,6 +307,7 @@ def commands(
         ["bench", f"{root}/web", "--seconds", "2", *storage],
         ["simulate", "web=1G", *storage],
         ["prepare", run],
+        ["manifest", run, f"{folder}/blend.json"],
         ["train", run],
         ["plot", f"{root}/run", "--out", f"{folder}/plot.png", *storage],
         ["trace", run, "--step", "1"],

@@ -200,16 +200,6 @@ class StoreContract:
         )
         assert store.list(f"{key}-nothing/", recursive=False) == []
 
-    def test_a_listing_between_two_keys_is_that_of_the_folder_or_none(
-        self, store: Store, key: str
-    ) -> None:
-        names = [f"{key}-{name}" for name in "edcba"]
-        for name in names:
-            put(store, name, b"x")
-        whole = store.list(f"{key}-")
-        assert store.list_between(names[4], names[0], 10) in (None, whole[1:4])
-        assert store.list_between(names[4], names[0], 2) is None
-
     def test_an_object_is_created_only_where_none_is(
         self, store: Store, key: str, conditions: set[str]
     ) -> None:
@@ -518,8 +508,6 @@ if os.fork() == 0:
     assert [item.key for item in store.list("folder/")] == ["folder/small"]
     store.delete(key)
     assert store.list("folder/") == []
-    listed = store.list_between("folder/a", "folder/z", 100)
-    assert listed is None, "this transport lists no ranges of keys, and says so"
     assert len(opened) == 1, "one client reads"
     put("folder/made", b"abc")
     assert store.info("folder/made").size == 3

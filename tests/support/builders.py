@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
 from streammega.dataset.checksums import checksums_of
-from streammega.dataset.manifest import Manifest, ShardEntry
+from streammega.dataset.manifest import Manifest, Shard
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind
 
 KINDS = list(SUFFIXES)
@@ -70,7 +70,7 @@ def write_manifest(prefix: str | Path, shards: Sequence[str], kind: Kind = "bin"
         indexed = IndexedDataset(str(folder / name) + ("" if kind == "bin" else SUFFIXES[kind]))
         stored = (folder / f"{name}{SUFFIXES[kind]}").read_bytes()
         index = (folder / f"{name}.idx").read_bytes()
-        entry = ShardEntry(
+        entry = Shard(
             name=name,
             documents=len(indexed.document_indices) - 1,
             sequences=len(indexed),
@@ -79,6 +79,7 @@ def write_manifest(prefix: str | Path, shards: Sequence[str], kind: Kind = "bin"
             checksums=checksums_of(stored),
             index_bytes=len(index),
             index_checksums=checksums_of(index),
+            kind=kind,
         )
         entries.append(entry)
     manifest = Manifest(

@@ -18,17 +18,16 @@ import torch.distributed as dist
 
 from streammega import (
     DataConfig,
-    IndexedDataset,
     ParallelLayout,
     RankBatches,
     Ranks,
-    StorageConfig,
     StreamLoader,
     StreammegaError,
     get_batch,
     open_together,
 )
 from streammega.parallel import open_loader
+from streammega.storage.derived_stores import ConcatStore
 
 
 def read_batches(
@@ -76,7 +75,8 @@ def open_and_read(
     with open_loader(config, ranks, **sizes) as loader:
         for _ in range(steps):
             get_batch(loader, ranks)
-        stores = [file.store for files in loader.dataset.samples.files for file in files]
+        files = [file for files in loader.dataset.samples.files for file in files]
+        stores = [file.store for file in files if not isinstance(file.store, ConcatStore)]
         return {
             "identity": loader.state_dict()["order"],
             "stores_used": any(store.inner._opened for store in stores),  # type: ignore[attr-defined]
@@ -165,13 +165,7 @@ def error_of_opening(
     return ""
 
 
-def open_alone(rank: int, config: DataConfig, sizes: dict[str, Any], dp_size: int) -> Any:
-    """The identity of what a rank opens without the others."""
-    dist.barrier()
-    with StreamLoader(config, dp_rank=rank, dp_size=dp_size, **sizes) as loader:
+def open_loaders_together(rank: int, config: DataConfig, sizes: dict[str, Any]) -> Any:
+    """The identity of what a rank opens with the config that all ranks opened."""
+    with StreamLoader(open_together(config), dp_size=1, **sizes) as loader:
         return loader.state_dict()["order"]
-
-
-def open_documents_together(rank: int, name: str, storage: StorageConfig) -> int:
-    """How many documents a rank sees of a dataset that all ranks open."""
-    return len(open_together(lambda: IndexedDataset(name, storage)))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import corpus, harness
 from tools.bench.object_server import Running, running
 
+MANIFEST = ".manifest.json"
 PACKAGES = ("numpy", "numba", "torch", "obstore")
 FOLDER = Path("/tmp/streammega-opening")
 DATASETS = 1_000
@@ -37,7 +38,8 @@ LENGTH = 100
 """Tokens of a sequence of the many small datasets."""
 SEQUENCES = 50
 OPENINGS = {
-    f"a blend of {DATASETS:,} datasets of a folder": "blend",
+    f"a blend of {DATASETS:,} pairs": "blend",
+    "the same, written down": "pinned",
     f"a manifest of {SHARDS:,} shards": "manifest",
     f"a folder of {SHARDS:,} pairs": "folder",
 }
@@ -52,8 +54,8 @@ SETTLE = 1.0
 
 def prepare(root: Path) -> None:
     """A corpus, and many small pairs under names of all three kinds; once."""
-    from streammega.dataset.manifest import Manifest, ShardEntry
-    from streammega.dataset.names import MANIFEST, shard_name
+    from streammega.dataset.manifest import Manifest, Shard
+    from streammega.dataset.names import shard_name
 
     if (root / "done").exists():
         return
@@ -72,7 +74,7 @@ def prepare(root: Path) -> None:
         write_pair(bucket / "folder" / f"p{number:05d}", tokens, index)
         name = shard_name("web", number, SHARDS)
         write_pair(bucket / "manifest" / name, tokens, index)
-        shard = ShardEntry(
+        shard = Shard(
             name=name,
             documents=SEQUENCES,
             sequences=SEQUENCES,
@@ -102,9 +104,26 @@ def write_pair(prefix: Path, tokens: bytes, index: bytes) -> None:
 
 def names_of(what: str) -> list[str]:
     """The blend of an opening."""
+    if what == "pinned":
+        return ["s3://data/blend.json"]
     if what == "blend":
         return [f"s3://data/blend/d{number:04d}" for number in range(DATASETS)]
-    return {"manifest": ["s3://data/manifest/web"], "folder": ["s3://data/folder/"]}[what]
+    return {"manifest": [f"s3://data/manifest/web{MANIFEST}"], "folder": ["s3://data/folder/"]}[
+        what
+    ]
+
+
+def write_versions(server: Running, root: Path) -> None:
+    """The manifest and the blend as they are where they were written: with ETags of this server."""
+    from streammega import write_manifest
+    from streammega.dataset.opening import open_manifests
+
+    arguments = {"options": server.storage_options, "cache": str(root / "cache")}
+    data = root / "objects" / "data"
+    storage = config_of(names_of("blend"), 64, arguments).storage
+    (manifest,) = open_manifests(names_of("manifest"), storage)
+    (data / "manifest" / f"web{MANIFEST}").write_bytes(manifest.to_json())
+    write_manifest(config_of(names_of("blend"), 64, arguments), str(data / "blend.json"))
 
 
 # --- sides, each in a process of its own ---------------------------------------------------------
@@ -179,6 +198,7 @@ def first(chosen: argparse.Namespace) -> None:
     """The table of the first batch."""
     columns = []
     with running(FOLDER / "objects") as server:
+        write_versions(server, FOLDER)
         for delay in LATENCIES:
             server.behave(latency=delay, latency_of_all=True)
             at_once = medians_of(server, chosen.runs, first_batch, settle=0.0)
@@ -212,6 +232,7 @@ def openings(chosen: argparse.Namespace) -> None:
     columns = ("cold", "again", "cold, CPU", "again, CPU")
     harness.table("opening, seconds", "latency", *columns)
     with running(FOLDER / "objects") as server:
+        write_versions(server, FOLDER)
         for delay in LATENCIES:
             server.behave(latency=delay, latency_of_all=True)
             for name, what in OPENINGS.items():

@@ -19,15 +19,12 @@ from streammega import IndexedDataset, IndexedDatasetWriter
 from streammega.config.storage import load_storage
 from streammega.dataset import local_cache, provenance
 from streammega.dataset.document_lookup import open_documents
-from streammega.dataset.headers import rows_of
 from streammega.dataset.idx import (
     DTYPE_OF_CODE,
-    check_end,
     check_index,
-    parse_header,
     parse_index,
 )
-from streammega.dataset.manifest import Manifest, ShardEntry, check_counts, read_manifest
+from streammega.dataset.manifest import Manifest, Shard, check_counts, read_manifest
 from streammega.dataset.names import SUFFIXES, Kind
 from streammega.dataset.provenance import (
     DocumentOrigin,
@@ -82,7 +79,6 @@ def idx_target(folder: Path) -> Target:
     def run(data: bytes) -> None:
         dtype = DTYPE_OF_CODE.get(data[17]) if len(data) > 17 else None
         bin_data = all_tokens[: NUM_TOKENS * (2 if dtype is None else dtype.itemsize)]
-        _check_batch_of_headers(data, len(bin_data))
         check_index(parse_index(memoryview(data), "x.idx"), len(bin_data), "x.idx")
         name = str(new_number())
         with (
@@ -92,24 +88,6 @@ def idx_target(folder: Path) -> Target:
             _compare_tokens(path.removesuffix(".idx"), data, bin_data)
 
     return Target(run, seeds)
-
-
-def _check_batch_of_headers(data: bytes, bin_bytes: int) -> None:
-    """Headers that are read together are taken for sound where a single one is."""
-    _, is_sound = rows_of([memoryview(data)], [bin_bytes])
-    try:
-        header = parse_header(data, len(data), "x.idx")
-        end = 0
-        if header.sequence_count:
-            last = header.sequence_count - 1
-            arrays = parse_index(memoryview(data), "x.idx")
-            length, offset = int(arrays.sequence_lengths[last]), int(arrays.sequence_offsets[last])
-            end = offset + length * header.dtype.itemsize if min(length, offset) >= 0 else -1
-        check_end(end, bin_bytes, "x.idx", "x.bin")
-    except StreammegaError:
-        assert not is_sound[0], "a batch of headers takes what a single header refuses"
-    else:
-        assert is_sound[0], "a batch of headers refuses what a single header takes"
 
 
 def _compare_tokens(prefix: str, index: bytes, bin_data: bytes) -> None:
@@ -207,7 +185,7 @@ def _decompressed(data: bytes) -> bytes:
 
 def _manifest(folder: Path) -> Manifest:
     _write_pair(folder / "web")
-    entry = ShardEntry(
+    entry = Shard(
         name="web",
         documents=5,
         sequences=10,

@@ -14,8 +14,8 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.source import Input
 from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod
+from streammega.dataset.labels import TokenizerLabel, list_names, mixed_tokenizers
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.manifest_metadata import TokenizerLabel, list_names, mixed_tokenizers
 from streammega.dataset.names import MANIFEST, dataset_of_marked, split_name, without_number
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls

@@ -48,13 +48,18 @@ from streammega.convert.write.destination import Destination
 from streammega.convert.write.shards import ShardLayout, ShardRecord
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
+from streammega.dataset.opening import place_of
 from streammega.dataset.provenance import ENDING
 from streammega.errors import ConvertError
 from streammega.storage import open_store, save_bytes
-from streammega.storage.object_ops import delete, exists, move_or_copy, sync_names
+from streammega.storage.object_ops import delete, exists, find_etag, move_or_copy, sync_names
 from streammega.storage.open import resolved
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.store import create_object, replace_object
+from streammega.storage.thread_pool import parallel_map
+
+MAX_LOOKUPS = 64
+"""Objects whose ETags are asked for at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ class PublishRecord:
     """What a conversion publishes, saved before anything appears under a plain name.
 
     job: its digest. mark: of the names of its shards, "" for plain ones. replaced: the files of the
-    dataset that it replaces. manifest: the digest of the manifest that it puts.
+    dataset that it replaces. manifest: the digest of the manifest that it puts, once all else is put.
     """
 
     job: str
@@ -175,13 +180,15 @@ class Publisher:
         records = dict(enumerate(shards))
         names = self._destination.shard_names(layout.names, self._record.mark)
         named = zip(manifest.shards, names, strict=True)
-        manifest = replace(manifest, shards=[replace(shard, name=name) for shard, name in named])
+        manifest = replace(manifest, shards=[shard._replace(name=name) for shard, name in named])
         self._check_unchanged()
         self._check_files(layout, records)
-        self._record = replace(self._record, manifest=digest_of_bytes(manifest.to_json()))
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
         self._put_files(layout, names, progress)
         self._check_files(layout, records, are_put=True)
+        manifest = self._with_versions(manifest)
+        self._record = replace(self._record, manifest=digest_of_bytes(manifest.to_json()))
+        self._work_dir.write_record(PUBLISHING, asdict(self._record))
         self._commit(manifest.to_json())
         progress.advance(1)
         replaced = self._record.replaced
@@ -301,6 +308,22 @@ class Publisher:
                 source = self._work_dir.file(old + ending)
                 move_or_copy(source, self._destination.url(new + ending), self._storage)
                 progress.advance(1)
+
+    def _with_versions(self, manifest: Manifest) -> Manifest:
+        """The manifest with the ETags of its shards in a bucket, so that readers need not ask for them.
+
+        Raises ConvertError where a file is gone.
+        """
+        destination = self._destination
+        if not destination.is_remote:
+            return manifest
+        endings = (destination.suffix, ".idx")
+        urls = [destination.url(shard.name + end) for shard in manifest.shards for end in endings]
+        etags = parallel_map(lambda url: find_etag(url, self._storage), urls, MAX_LOOKUPS)
+        pairs = zip(manifest.shards, etags[0::2], etags[1::2], strict=True)
+        shards = [shard._replace(etag=etag, index_etag=index) for shard, etag, index in pairs]
+        seen_at = place_of(urls[0], self._storage)
+        return replace(manifest, shards=shards, seen_at=seen_at if all(etags) else "")
 
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""

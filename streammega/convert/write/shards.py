@@ -27,7 +27,7 @@ from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import DocumentOrder, Portion
 from streammega.convert.write.packing import PackingStats, write_packed
 from streammega.dataset.indexed import IndexedDataset
-from streammega.dataset.manifest import ShardEntry
+from streammega.dataset.manifest import Shard
 from streammega.dataset.names import SUFFIXES, shard_name
 from streammega.dataset.provenance import (
     ENDING,
@@ -208,7 +208,7 @@ class ShardRecord:
     """
 
     digest: str
-    shard: ShardEntry
+    shard: Shard
     files: dict[str, int]
     packing: PackingStats | None = None
     origins: str = ""
@@ -229,7 +229,7 @@ def read_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
         if stored is not None and stored.get("digest") == layout.digest:
             packing = stored.pop("packing")
             records[number] = ShardRecord(
-                **stored | {"shard": ShardEntry(**stored["shard"])},
+                **stored | {"shard": Shard(**stored["shard"])},
                 packing=None if packing is None else PackingStats(**packing),
             )
     return records
@@ -276,7 +276,7 @@ def write_shard(
         origins = xxhash.xxh3_128_hexdigest(data)
     record = ShardRecord(
         digest=layout.digest,
-        shard=ShardEntry(
+        shard=Shard(
             name=layout.names[number],
             documents=writer.num_documents,
             sequences=writer.num_sequences,
@@ -286,13 +286,17 @@ def write_shard(
             index_bytes=writer.index.size,
             index_checksums=writer.index.checksums,
             ends=writer.ends,
+            kind=options.format,
+            dtype=layout.dtype,
         ),
         files=files,
         packing=packing,
         origins=origins,
         ids=ids,
     )
-    job.work_dir.replace_record(_record_name(number), asdict(record))
+    job.work_dir.replace_record(
+        _record_name(number), asdict(record) | {"shard": record.shard._asdict()}
+    )
     report(copied)
     return record
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.obstore import RangesRefused
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Buffer, Span, Store, WrapperStore
+from streammega.storage.store import Buffer, ObjectInfo, Span, Store, WrapperStore
 from streammega.storage.warn_once import warn_once
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ class FallbackStore(WrapperStore):
 
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         return self._read(lambda store: store.read(key, spans, etag))
+
+    def read_start(self, key: str, size: int) -> tuple[ObjectInfo, Buffer]:
+        return self._read(lambda store: store.read_start(key, size))
 
     fetch_into = Store.fetch_into  # by `fetch` above
 

@@ -29,7 +29,6 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact, redact_answer
-from streammega.storage.answers import shares_answers
 from streammega.storage.backends.oss import OSS_OPTIONS
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
 from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
@@ -135,7 +134,6 @@ class FsspecStore(RemoteStore):
         url = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
         return redact(url, self._config.storage_options)
 
-    @shares_answers
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
         self._check_key(key)
@@ -213,7 +211,6 @@ class FsspecStore(RemoteStore):
             check_version(self.url(key), etag, self.info(key).etag)
             self._checked[key, etag] = now
 
-    @shares_answers
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects whose keys begin with a prefix, which may end inside a name. Sorted by key.
 

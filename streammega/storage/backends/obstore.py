@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import re
 import threading
@@ -27,7 +26,6 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact_answer, redaction_of
 from streammega.storage import retry
-from streammega.storage.answers import shares_answers
 from streammega.storage.backends import obstore_after_fork
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
@@ -91,10 +89,6 @@ S3_SCHEMES = ("s3", "oss")
 _FALLBACK_SCHEMES = ("s3", "http", "https")
 _OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
 _NO_SIZE = "Content-Length Header missing"
-PAGE = 1000
-"""Objects of a listing that obstore returns at once: those of one answer. Each return waits for the
-GIL, so there should be few.
-"""
 BACKOFF_BASE = 4
 """obstore draws a pause between the first one and so many times the last: with 2 they hardly grow."""
 MAX_RETRIES = 1_000_000
@@ -147,7 +141,6 @@ class ObstoreStore(RemoteStore):
     def _check_key(self, key: str) -> None:
         check_object_key(self.url(key), key)
 
-    @shares_answers
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request; a GET until an answer shows that the bucket exists.
 
@@ -168,7 +161,6 @@ class ObstoreStore(RemoteStore):
 
         return self._call(key, head)
 
-    @shares_answers
     def get(self, key: str, max_bytes: int) -> tuple[ObjectInfo, Buffer]:
         """One GET request."""
         self._check_key(key)
@@ -182,6 +174,23 @@ class ObstoreStore(RemoteStore):
             return info, check_length(self.url(key), (0, info.size), body)
 
         return self._call(key, attempt)
+
+    def read_start(self, key: str, size: int) -> tuple[ObjectInfo, Buffer]:
+        """One GET request."""
+        self._check_key(key)
+
+        def attempt(client: Any) -> tuple[ObjectInfo, Buffer]:
+            try:
+                answer = client.get(key, options={"range": (0, size)})
+            except Exception as error:
+                if _NO_BYTE.search(str(error)):  # an empty object has no first byte
+                    return self._info_of(key, client.head(key)), memoryview(b"")
+                raise
+            info = self._info_of(key, answer.meta)
+            body = memoryview(answer.bytes())
+            return info, check_length(self.url(key), (0, min(size, info.size)), body)
+
+        return self._policy.call(lambda: self._once(key, attempt))
 
     def _info_of(self, key: str, meta: Any) -> ObjectInfo:
         """The object that an answer describes: so the bucket exists."""
@@ -234,34 +243,6 @@ class ObstoreStore(RemoteStore):
         bodies.append(answer.bytes())
         return bodies
 
-    @shares_answers
-    def list_between(self, after: str, until: str, max_objects: int) -> Sequence[ObjectInfo] | None:
-        """By listings that begin after a key, which S3 has."""
-        if self.scheme not in S3_SCHEMES:
-            return None
-        # The folder of both keys, or the deepest one above both.
-        folders = [os.path.dirname(f"/{key}") for key in (after, until)]
-        folder = os.path.commonpath(folders)[1:] or None
-
-        def list_part(client: Any) -> list[ObjectInfo] | None:
-            """None if its listing cannot be used."""
-            listed: list[ObjectInfo] = []
-            for page in client.list(folder, offset=after, chunk_size=PAGE):
-                listed += [info for info in _listed_infos(page) if info.key < until]
-                if len(listed) > max_objects:
-                    return None
-                if page and page[-1]["path"] >= until:
-                    break
-            return listed if _are_objects(listed, after) else None
-
-        try:
-            return self._call(after, list_part)
-        except StorageError as error:
-            if error.transient:
-                raise
-            return None
-
-    @shares_answers
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request. The prefix may end inside a name."""
         check_key_length(self.url(prefix), prefix)
@@ -464,17 +445,6 @@ def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
         )
         for item in page
     ]
-
-
-def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
-    """Whether a listing has objects alone (see `_without_markers`), and begins after a key: some
-    servers ignore where to begin.
-    """
-    if not listed:
-        return True
-    keys = {info.key for info in listed}
-    least_size = min([info.size for info in listed])
-    return len(keys) == len(listed) and least_size > 0 and min(keys) > after
 
 
 def _retry_config(policy: RetryPolicy) -> Any:

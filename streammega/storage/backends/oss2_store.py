@@ -17,7 +17,6 @@ from streammega.config import StorageConfig
 from streammega.errors import StorageError, StreammegaError
 from streammega.errors.extras import import_extra
 from streammega.errors.redaction import redact, redact_answer
-from streammega.storage.answers import shares_answers
 from streammega.storage.backends.oss import oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
@@ -53,7 +52,6 @@ class Oss2Store(RemoteStore):
         """The full URL of a key."""
         return redact(f"oss://{self.root}/{key}", self._config.storage_options)
 
-    @shares_answers
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
         answer = self._call(key, lambda bucket: bucket.head_object(key))
@@ -87,7 +85,6 @@ class Oss2Store(RemoteStore):
         pool = self._pool()
         return pool.map(get, spans)
 
-    @shares_answers
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         import oss2

@@ -7,10 +7,10 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from streammega.config import MiB, StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
-from streammega.storage.answers import shares_answers
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
@@ -18,6 +18,8 @@ from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
 
 Result = TypeVar("Result")
+CLOUDS = (".amazonaws.com", ".amazonaws.com.cn", ".aliyuncs.com")
+"""Ends of the hosts of clouds in which no two buckets have the same name."""
 Entry = TypeVar("Entry")
 MAX_SPANS_TOGETHER = 8
 MAX_BYTES_TOGETHER = 64 << 10
@@ -135,6 +137,22 @@ class RemoteStore(Store):
 
         return renew
 
+    def place(self, prefix: str) -> str:
+        """The URL, and the host that serves it where that is not the cloud of its scheme: in another
+        one, a bucket of the same name is another bucket.
+        """
+        options = self._config.storage_options
+        endpoint = (
+            options.get("endpoint_url")
+            or options.get("endpoint")
+            or (options.get("client_kwargs") or {}).get("endpoint_url")
+            or os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+        )
+        host = urlsplit(str(endpoint or "")).netloc.rpartition("@")[2]
+        is_own = not host or host.endswith(CLOUDS) or self.scheme in ("http", "https")
+        return self.url(prefix) if is_own else f"{self.url(prefix)} at {host}"
+
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """One request each. Bodies are in new memory."""
         self._check_key(key)
@@ -145,7 +163,6 @@ class RemoteStore(Store):
             for span, body in zip(spans, bodies, strict=True)
         ]
 
-    @shares_answers
     def read(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """By concurrent requests, each with retries; a few small ones together."""
 

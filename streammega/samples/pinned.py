@@ -1,0 +1,167 @@
+"""What a blend means now, written down: its datasets as complete manifests, with their weights and the
+pointers at the cuts of its splits. A rank that has it asks no server when it opens the data.
+
+`write_manifest` puts it into a file that `blend` may name, `open_together` into the config of every
+rank. Both keep the names of the datasets, so a run goes on from one to the other and back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from streammega.config import DataConfig, parse_blend
+from streammega.dataset.manifest import (
+    Manifest,
+    PinnedBlend,
+    parse_blend_file,
+    read_blend_file,
+)
+from streammega.dataset.names import MANIFEST
+from streammega.dataset.opening import MAX_REQUESTS, open_manifests
+from streammega.dataset.shard import token_at
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.order.split import SPLITS, split_bounds
+from streammega.samples.segments import prefixes_of, split_blend
+from streammega.storage import save_bytes
+from streammega.storage.open import is_remote
+from streammega.storage.thread_pool import parallel_map
+
+
+def write_manifest(config: DataConfig, url: str) -> dict[str, Manifest]:
+    """Write what the blend of a config means now to a file, which `DataConfig(blend=url)` reads.
+
+    Every shard of the datasets of all splits and phases is looked at. A run with the file opens by one
+    request a rank. It refuses a shard that changes later, by its name. Returns the manifests by the
+    names of the datasets.
+
+    Raises ConfigError for a name that holds credentials, ObjectNotFoundError, FormatError,
+    StorageError.
+    """
+    config = read_blend(config)
+    manifests = _pinned(config, SPLITS, looks_again=True)
+    save_bytes(url, _to_json(config, manifests), config.storage)
+    return manifests
+
+
+def pin(config: DataConfig, split: str) -> bytes:
+    """The same as bytes, of the remote datasets of a split alone, and without a look at what is known
+    already. Raises as `write_manifest`.
+    """
+    return _to_json(config, _pinned(config, (split,), remote_only=True))
+
+
+def read_blend(config: DataConfig) -> DataConfig:
+    """The config itself, or with the datasets of the file that its blend names.
+
+    Raises ObjectNotFoundError, FormatError for a damaged file, StorageError.
+    """
+    if config.manifests or config.blend is None:
+        return config
+    (name, *others), weights = parse_blend(config.blend)
+    if others or weights or not name.endswith(".json") or name.endswith(MANIFEST):
+        return config
+    blend = read_blend_file(name, config.storage)
+    return config if blend is None else _with_blend(config, blend)
+
+
+def with_pinned(config: DataConfig, raw: bytes) -> DataConfig:
+    """The config with the datasets of `pin`."""
+    blend = parse_blend_file(raw, "the pinned blend")
+    assert blend is not None
+    return _with_blend(config, blend)
+
+
+def _with_blend(config: DataConfig, blend: PinnedBlend) -> DataConfig:
+    return replace(
+        config,
+        blend=blend.blend,
+        blend_per_split=blend.blend_per_split,
+        _manifests=blend.manifests,
+    )
+
+
+def _to_json(config: DataConfig, manifests: dict[str, Manifest]) -> bytes:
+    """The stored form of a blend."""
+    per_split = config.blend_per_split
+    if per_split is not None:
+        per_split = [_rows(blend) for blend in per_split]
+    return PinnedBlend(_rows(config.blend), per_split, manifests).to_json()
+
+
+def _rows(blend: Any) -> Any:
+    """A blend as [name, weight or null] of each dataset."""
+    if blend is None:
+        return None
+    names, weights = parse_blend(blend)
+    return [list(row) for row in zip(names, weights or [None] * len(names), strict=True)]
+
+
+def _pinned(
+    config: DataConfig,
+    splits: Sequence[str],
+    *,
+    looks_again: bool = False,
+    remote_only: bool = False,
+) -> dict[str, Manifest]:
+    """The complete manifests of the datasets of some splits of a config, by their names."""
+    names: dict[str, None] = {}
+    for split in splits:
+        if split_blend(config, split) is None:
+            continue
+        for segment in config.segments(split):
+            names.update(dict.fromkeys(segment.datasets))
+        names.update(dict.fromkeys(prefixes_of(config, split)))
+    if remote_only:
+        names = {name: None for name in names if is_remote(name)}
+    for name in names:
+        if redact_urls(name) != name:
+            raise ConfigError(
+                f"{redact_urls(name)}: the name holds credentials, which would be written; give them in "
+                "storage_options"
+            )
+    known = {} if looks_again else config.manifests
+    opened = open_manifests(list(names), config.storage, known, looks_again=looks_again)
+    complete = [_complete(manifest) for manifest in opened]
+    at_once = min(MAX_REQUESTS, config.storage.max_concurrent_requests)
+    pointers = parallel_map(lambda manifest: _pointers(manifest, config), complete, at_once)
+    return {
+        name: replace(manifest, pointers=at_cuts)
+        for name, manifest, at_cuts in zip(names, complete, pointers, strict=True)
+    }
+
+
+def _complete(manifest: Manifest) -> Manifest:
+    """A manifest with full names of shards; of local ones without versions, which a copy would lose."""
+    shards = manifest.shards
+    if is_remote(shards[0].name):
+        return manifest
+    local = [
+        shard._replace(name=os.path.abspath(shard.name), etag="", index_etag="") for shard in shards
+    ]
+    return replace(manifest, shards=local)
+
+
+def _pointers(manifest: Manifest, config: DataConfig) -> tuple[tuple[int, int, int], ...]:
+    """(shard, sequence of it, its first token) at each cut of a split within a shard."""
+    if manifest.bin_tokens is not None:
+        return ()
+    counts = [shard.sequences for shard in manifest.shards]
+    before = [0, *accumulate(counts)]
+    cuts: set[int] = set()
+    for split in SPLITS:
+        blend = split_blend(config, split)
+        if blend is not None:
+            cuts.update(split_bounds(blend.shares, sum(counts))[split] or ())
+    pointers = []
+    for number, shard in enumerate(manifest.shards):
+        for cut in sorted(cuts):
+            sequence = cut - before[number]
+            if 0 < sequence < shard.sequences:
+                token = token_at(shard, sequence, config.storage)
+                pointers.append((number, sequence, token))
+    return tuple(pointers)
