@@ -35,7 +35,13 @@ from streammega.storage import open_store
 from streammega.storage.object_ops import read_if_exists
 from tests.convert.test_changed_inputs import Replaces
 from tests.convert.test_publishing import Killed, killed_before
-from tests.support.builders import MARK, stored_ids, write_jsonl, write_tokenizer
+from tests.support.builders import (
+    MARK,
+    stored_ids,
+    without_versions,
+    write_jsonl,
+    write_tokenizer,
+)
 from tests.support.crash_kills import Child
 from tests.support.servers import S3
 
@@ -333,13 +339,15 @@ class World:
         return result
 
     def read(self, output: str) -> Any:
-        """What its manifest says, without marks, and what is stored by it; None without one."""
+        """What its manifest says, without marks and versions, and what is stored by it; None without
+        one.
+        """
         name = f"{self.name(output)}.manifest.json"
         try:
             ids = stored_ids(name, self.storage)
         except ObjectNotFoundError:
             return None
-        manifest = read_if_exists(name, self.storage) or b""
+        manifest = without_versions(read_if_exists(name, self.storage) or b"")
         return ids, MARK.sub("", manifest.decode())
 
     def reference(self, command: Convert) -> Any:

@@ -291,8 +291,9 @@ def test_a_dataset_that_is_replaced_while_it_is_opened_is_the_former_or_the_new_
             with pytest.raises(ObjectChangedError, match=r"d7\.idx"):
                 index_arrays(opened[7].shards[0], storage)
         else:
+            config = DataConfig(blend=names, sequence_length=8, order="stream", storage=storage)
             with pytest.raises(FormatError, match="d7"):
-                open_with(names, storage, lambda all_: all_)
+                StreamLoader(config, micro_batch_size=1, global_batch_size=1)
 
 
 @pytest.mark.parametrize("gone", [".bin", ".idx"])
@@ -351,8 +352,9 @@ def test_what_is_cut_short_is_named(tmp_path: Path, suffix: str) -> None:
     with running(tmp_path) as server:
         for cut in (b"", whole[:1], whole[:-8]):
             path.write_bytes(cut)
+            config = config_of(server, "", "stream", tmp_path / "cache")
             with pytest.raises(FormatError, match="d7"):
-                open_manifests(["s3://b/"], storage_of(server))
+                StreamLoader(config, micro_batch_size=1, global_batch_size=1)
 
 
 @pytest.mark.parametrize("documents", ["each", "one"])

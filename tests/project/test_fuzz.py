@@ -36,7 +36,7 @@ def test_a_target_finds_an_error_that_is_not_the_librarys(
     sound = target.seeds[0]
     assert finding(target, sound) is None
     assert finding(target, sound[:-9]) is None, "a damaged one is refused by the library"
-    monkeypatch.setattr("streammega.dataset.manifest._check", lambda *_: 1 / 0)
+    monkeypatch.setattr("streammega.dataset.manifest.check_manifest", lambda *_, **__: 1 / 0)
     error = finding(target, sound)
     assert isinstance(error, ZeroDivisionError)
     assert name_of(error).startswith("ZeroDivisionError-manifest-")

@@ -10,6 +10,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from numpy.typing import DTypeLike
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import ConvertReport, convert
 from streammega.dataset.checksums import checksums_of
-from streammega.dataset.manifest import Manifest, Shard
+from streammega.dataset.manifest import Manifest, Shard, parse_manifest
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind
 
 KINDS = list(SUFFIXES)
@@ -103,15 +104,22 @@ def put_dataset(prefix: str, *, seed: int, documents: int = 40) -> str:
 
 
 def without_marks(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Files of a dataset as if its shards had plain names, which its manifest has too."""
+    """Files of a dataset as if its shards had plain names, which its manifest has too, without ETags."""
     plain = {
-        MARK.sub("", name): MARK.sub("", data.decode()).encode()
+        MARK.sub("", name): MARK.sub("", without_versions(data).decode()).encode()
         if name.endswith(MANIFEST)
         else data
         for name, data in files.items()
     }
     assert len(plain) == len(files), f"nothing else is left: {sorted(files)}"
     return plain
+
+
+def without_versions(manifest: bytes) -> bytes:
+    """A manifest without the ETags of its shards, and without the place where they were seen."""
+    parsed = parse_manifest(manifest, "web")
+    shards = [shard._replace(etag="", index_etag="") for shard in parsed.shards]
+    return replace(parsed, shards=shards, seen_at="").to_json()
 
 
 def jsonl(records: Iterable[Any]) -> bytes:
