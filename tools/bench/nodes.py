@@ -37,7 +37,7 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 from tools.bench.object_server import Running, running
-from tools.bench.simulate import write_data
+from tools.bench.simulate import write_data, write_versions
 
 WITHIN = "STREAMMEGA_BENCH_NETWORK"
 """Set where this program runs in a network of its own."""
@@ -541,6 +541,7 @@ def main() -> int:
         print(f"{harness.machine()}; {network}\n", flush=True)
         host = "127.0.0.1" if reason else HUB
         with nodes_of(4) as nodes, running(folder / "objects", host) as server:
+            write_versions(folder / "objects" / "opened", "s3://opened", server.storage_options)
             cluster = Cluster(folder, nodes, server)
             for name in chosen.figures:
                 results[name] = FIGURES[name](cluster, size)

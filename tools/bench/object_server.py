@@ -39,6 +39,8 @@ SHAPED_CHUNK = 128 * 1024
 SEND_CHUNK = 1 << 20
 LINK_BURST = 0.01
 """Seconds of a shared link that are made up for, as timers are late."""
+MAX_FILES = 8192
+"""Files that are kept open: a process may open so many."""
 LISTED_AT_ONCE = 1000
 """Objects and folders of one answer to a listing, as in S3."""
 CLOCK = 100_000_000
@@ -439,8 +441,18 @@ class Server:
         stat = path.stat()
         known = self.files.get(name)
         if known is None or etag(known[1]) != etag(stat):
+            if len(self.files) >= MAX_FILES:
+                self.close_unused()
             self.files[name] = known = (os.open(path, os.O_RDONLY), stat)
         return known
+
+    def close_unused(self) -> None:
+        """Close the files that no answer is being sent of: a process may open so many."""
+        used = {connection.file for connection in self.connections.values()}
+        for name, (fd, _) in list(self.files.items()):
+            if fd not in used:
+                os.close(fd)
+                del self.files[name]
 
     def answer(self, connection: Connection, status: int, body: bytes, method: str) -> None:
         kind = "Content-Type: application/xml\r\n"

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
-from tools.bench.object_server import Running, running
+from tools.bench.object_server import Running, etag, running
 
 SHARDS = 12
 SHARD_TOKENS = {"web": 16_000_000, "code": 8_000_000}
@@ -89,6 +90,25 @@ def write_data(root: Path, shard_tokens: Mapping[str, int], shards: int) -> None
             for suffix, size in ((".bin", shard.bytes), (".idx", shard.index_bytes)):
                 with open(root / f"{shard.name}{suffix}", "wb") as file:
                     file.truncate(size)
+
+
+def write_versions(root: Path, url: str, options: dict[str, Any]) -> None:
+    """The ETags of shards into the manifests of a folder that a server has at `url`."""
+    from streammega import StorageConfig
+    from streammega.dataset.manifest import read_manifest
+    from streammega.dataset.opening import place_of
+
+    for path in root.glob("*.manifest.json"):
+        manifest = read_manifest(str(path), StorageConfig())
+        shards = [
+            shard._replace(
+                etag=etag((root / f"{shard.name}.bin").stat()),
+                index_etag=etag((root / f"{shard.name}.idx").stat()),
+            )
+            for shard in manifest.shards
+        ]
+        seen_at = place_of(f"{url}/{path.name}", StorageConfig(storage_options=options))
+        path.write_bytes(replace(manifest, shards=shards, seen_at=seen_at).to_json())
 
 
 def config_of(case: Case, batches: int, storage: Any) -> Any:
@@ -319,6 +339,7 @@ def main() -> int:
         print(f"{harness.machine()}; each cell: measured, simulated, their ratio\n")
         cases = [CASES[number] for number in chosen.cases or range(len(CASES))]
         with running(folder / "objects") as server:
+            write_versions(folder / "objects" / "data", "s3://data", server.storage_options)
             busy = request_seconds(server)
             print(
                 f"a request takes a rank {busy[0] * 1e3:.2f} ms of a processor, the server {busy[1] * 1e3:.2f}\n"
