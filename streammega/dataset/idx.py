@@ -142,25 +142,6 @@ def index_bytes(sequence_count: int, document_count: int, *, multimodal: bool) -
     return HEADER_BYTES + bytes_of_sequence * sequence_count + bytes_of_documents
 
 
-def likely_ends(file_bytes: int) -> list[tuple[int, int]]:
-    """Spans of the header, the last length and the last offset, as most writers write an `.idx` of
-    this size: every sequence is a document, and there are no modes. For other sizes the header
-    alone.
-    """
-    spans = [(0, min(HEADER_BYTES, file_bytes))]
-    bytes_of_sequence = LENGTH.itemsize + OFFSET.itemsize + DOCUMENT_BOUND.itemsize
-    # There is one bound of documents more than there are documents.
-    rest = file_bytes - HEADER_BYTES - DOCUMENT_BOUND.itemsize
-    sequences, left_over = divmod(rest, bytes_of_sequence)
-    if sequences > 0 and left_over == 0:
-        last_length = HEADER_BYTES + LENGTH.itemsize * (sequences - 1)
-        first_offset = HEADER_BYTES + LENGTH.itemsize * sequences
-        last_offset = first_offset + OFFSET.itemsize * (sequences - 1)
-        spans.append((last_length, last_length + LENGTH.itemsize))
-        spans.append((last_offset, last_offset + OFFSET.itemsize))
-    return spans
-
-
 def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexHeader:
     """The header of an `.idx` of `file_bytes` bytes whose first bytes are `data`.
 

@@ -26,6 +26,7 @@ from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.open import escapes_folder
 
 FORMAT = "streammega-manifest"
+BLEND_FORMAT = "streammega-blend"
 VERSION = 1
 MAX_BYTES = 1 << 30
 """The largest manifest that is read. The object of that name may be anything."""
@@ -258,7 +259,13 @@ def parse_manifest(raw: bytes, url: str) -> Manifest:
     """The manifest of stored bytes. Raises FormatError."""
     try:
         stored = parse_stored(raw)
-        if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
+        form = stored.pop("format", None) if isinstance(stored, dict) else None
+        if form == BLEND_FORMAT:
+            raise FormatError(
+                f"{url}: is a blend that 'streammega manifest' wrote, and no dataset; name it alone: "
+                f"blend = {url!r}"
+            )
+        if form != FORMAT:
             raise FormatError(
                 f"{url}: is not a manifest that streammega convert wrote; name a manifest or the prefix "
                 f"of a dataset"
@@ -382,6 +389,16 @@ def check_counts(manifest: Manifest, url: str) -> Manifest:
                 f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of "
                 f"{shard.dtype} in {shard.bytes} bytes; convert again, or name the shards"
             )
+    for number, sequence, token in manifest.pointers:
+        is_there = 0 <= number < len(manifest.shards)
+        if is_there:
+            shard = manifest.shards[number]
+            is_there = 0 <= sequence <= shard.sequences and 0 <= token <= shard.tokens
+        if not is_there:
+            raise FormatError(
+                f"{url}: is a damaged manifest: it has a pointer to sequence {sequence} of shard {number} "
+                f"at token {token}, and there is none; write it again"
+            )
     return manifest
 
 
@@ -399,8 +416,6 @@ def shards_at(manifest: Manifest, url: str) -> list[Shard]:
 
 
 # --- a blend ----------------------------------------------------------------------------------------
-
-BLEND_FORMAT = "streammega-blend"
 
 
 class PinnedBlend(NamedTuple):

@@ -73,9 +73,10 @@ from streammega.storage.thread_pool import parallel_map
 
 MAX_REQUESTS = 256
 """Requests at once. Each has a small answer, and waits for a round trip or two."""
-MAX_NEAR_REQUESTS = 32
 NEAR_SECONDS = 0.004
 """Seconds. Where an answer takes less than this, many threads only take turns."""
+MAX_NEAR_REQUESTS = 32
+"""Requests at once there."""
 SHARDS_AT_ONCE = 1 << 13
 """Shards of a dataset whose ends are in memory at once: at most 32 MiB."""
 INDEX_START = 8 << 10
@@ -85,6 +86,7 @@ TOKENS_START = 16 << 10
 MAX_TRIES = 5
 """How often datasets are opened, if one is replaced meanwhile."""
 MANY_REQUESTS = 64
+"""From more than so many on the log says how to send fewer."""
 OPENED = "%s looked up by %d requests%s"
 HOW_TO_SEND_FEWER = (
     ", as they are at every start of every rank: one request is enough with the file that 'streammega "
@@ -184,8 +186,9 @@ def content_of(manifest: Manifest) -> str:
     """
     shards = manifest.shards
     with_tokens = [shard for shard in shards if shard.tokens]
-    ends = [int.from_bytes(bytes.fromhex(shard.ends), "little", signed=True) for shard in (
-        *with_tokens[:1], *with_tokens[1:][-1:])]  # fmt: skip
+    at_ends = with_tokens[:1] + with_tokens[1:][-1:]
+    # As an int64: another form changes the identity of every dataset.
+    ends = [int.from_bytes(bytes.fromhex(one.ends), "little", signed=True) for one in at_ends]
     kinds = list(dict.fromkeys(shard.token_dtype.str for shard in shards))
     numbers = {kind: number for number, kind in enumerate(kinds)}
     kind_of_shard = [numbers[shard.token_dtype.str] for shard in shards] if len(kinds) > 1 else []
@@ -277,7 +280,9 @@ def _together(jobs: Sequence[Rounds[Opened]]) -> Rounds[list[Opened]]:
 
 
 class _Meaning(NamedTuple):
-    """What a name means. manifest: that which lists the shards, at `url`. in_folder: the manifests of a
+    """What a name means.
+
+    manifest: that which lists the shards, at `url`. in_folder: the manifests of a
     folder, by the prefixes of their datasets. starts: the beginnings of a pair, if they were read.
     """
 
@@ -721,7 +726,9 @@ def _open_pair(
             f"{url}: has other tokens than its manifest says; another dataset's shard is in its place: "
             "copy or convert it again (where the manifest is the stale one, remove that)"
         )
-    return expected._replace(ends=ends, etag=info.etag, index_etag=index_info.etag)
+    return expected._replace(
+        ends=ends, etag=info.etag, index_etag=index_info.etag, last_end=shard.last_end
+    )
 
 
 def _check_there(starts: Sequence[Any], index_url: str, url: str) -> None:

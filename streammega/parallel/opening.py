@@ -26,7 +26,8 @@ def open_together(
         group: None: all ranks of torch.distributed. In a group with NCCL alone each rank asks.
         split: the split whose datasets are meant. Those of a blend are the same in every split.
 
-    Raises ObjectNotFoundError, FormatError, StorageError, on all ranks.
+    Each rank asks about datasets whose names hold credentials. Raises ObjectNotFoundError,
+    FormatError, StorageError, on all ranks.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD

@@ -81,7 +81,7 @@ def _with_blend(config: DataConfig, blend: PinnedBlend) -> DataConfig:
         config,
         blend=blend.blend,
         blend_per_split=blend.blend_per_split,
-        _manifests=blend.manifests,
+        _manifests={**config.manifests, **blend.manifests},
     )
 
 
@@ -117,7 +117,8 @@ def _pinned(
             names.update(dict.fromkeys(segment.datasets))
         names.update(dict.fromkeys(prefixes_of(config, split)))
     if remote_only:
-        names = {name: None for name in names if is_remote(name)}
+        # Names with credentials are for each rank to ask about: they are written nowhere.
+        names = {name: None for name in names if is_remote(name) and redact_urls(name) == name}
     for name in names:
         if redact_urls(name) != name:
             raise ConfigError(

@@ -85,10 +85,6 @@ class DerivedStore(WrapperStore):
         self._view = view
         self._info = info
 
-    def over(self, store: Store) -> DerivedStore:
-        """The same view of the same object, read by another store."""
-        return DerivedStore(store, self._info, self._view)
-
     def info(self, key: str) -> ObjectInfo:
         """The decoded size, and the object's ETag."""
         return ObjectInfo(key=self._info.key, size=self._view.size, etag=self._info.etag)

@@ -22,7 +22,6 @@ from streammega.errors import (
 from streammega.kernels.addresses import copy_arrays
 from streammega.storage.etags import is_etag
 from streammega.storage.http_errors import short_read
-from streammega.storage.thread_pool import parallel_map
 
 Result = TypeVar("Result")
 Buffer = memoryview
@@ -46,16 +45,12 @@ class ObjectInfo:
     modified: float = 0.0
 
 
-Part = tuple[ObjectInfo, int, int]
-"""Bytes [start, stop) of an object."""
 MAX_KEY_BYTES = 1024
 """The limit of S3. Other object stores have the same, or one byte less."""
 MAX_HTTP_KEY_BYTES = 16 << 10
 """For servers of http, whose own limits differ. obstore takes 64 KiB, with signs that are quoted."""
 MAX_UPLOADS = 3
 """Times that an object is written, each after its upload was refused."""
-PARTS_TOGETHER = 16
-"""Most parts that a thread reads as one task."""
 
 
 class ObjectWriter(ABC):
@@ -277,22 +272,6 @@ class WrapperStore(Store):
 
     def unmap(self) -> None:
         self.inner.unmap()
-
-
-def read_many(store: Store, parts: Sequence[Part], max_concurrent_requests: int) -> list[Buffer]:
-    """Parts of several objects, each of the version of its `ObjectInfo`. Raises as `Store.read`."""
-
-    def read_group(group: Sequence[Part]) -> list[Buffer]:
-        return [store.read(info.key, [(start, stop)], info.etag)[0] for info, start, stop in group]
-
-    # Several to a thread at a time: to hand one over costs as much as a small answer does.
-    size = max(1, min(PARTS_TOGETHER, len(parts) // (4 * max_concurrent_requests)))
-    groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-    return [
-        body
-        for bodies in parallel_map(read_group, groups, max_concurrent_requests)
-        for body in bodies
-    ]
 
 
 @contextmanager

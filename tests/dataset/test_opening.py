@@ -272,6 +272,20 @@ def test_a_name_with_a_number_at_its_end_is_a_name(tmp_path: Path, name: str) ->
     open_in("stream", f"{tmp_path}/{name}", tmp_path)
 
 
+def test_an_index_that_ends_elsewhere_than_the_tokens_is_refused_with_a_manifest_too(
+    tmp_path: Path,
+) -> None:
+    put_dataset(f"{tmp_path}/web", seed=0)
+    index = bytearray((tmp_path / "web.idx").read_bytes())
+    (manifest,) = open_manifests([f"{tmp_path}/web"], StorageConfig())
+    (shard,) = manifest.shards
+    at = 34 + 4 * (shard.sequences - 1)  # the length of the last sequence
+    index[at : at + 4] = (1).to_bytes(4, "little")
+    (tmp_path / "web.idx").write_bytes(index)
+    with pytest.raises(FormatError, match=r"web\.idx: its sequences end at byte"):
+        open_in("stream", f"{tmp_path}/web", tmp_path)
+
+
 def test_a_name_without_a_folder_has_its_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

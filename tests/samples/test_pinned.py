@@ -21,6 +21,7 @@ from streammega import (
     Provenance,
     StorageConfig,
     StreamLoader,
+    open_together,
     write_manifest,
 )
 from streammega.cli.main import main
@@ -355,6 +356,55 @@ def _pinned(config: DataConfig) -> bytes:
         write_manifest(config, str(path))
         _kept[key] = path.read_bytes()
     return _kept[key]
+
+
+@pytest.mark.parametrize(
+    "pointer", [[1, 1, 5], [0, 1, 10**9], [0, 10**9, 5], [0, -1, 5], [0, 1, -5]]
+)
+def test_a_pointer_out_of_its_shard_is_a_damaged_blend(
+    served: tuple[Running, Path], tmp_path: Path, pointer: list[int]
+) -> None:
+    _, root = served
+    config = DataConfig(blend=[str(root / "b" / "pair")], sequence_length=8, order="stream")
+    path = tmp_path / "blend.json"
+    write_manifest(config, str(path))
+    stored = json.loads(path.read_text())
+    (dataset,) = stored["datasets"].values()
+    dataset["pointers"] = [pointer]
+    with pytest.raises(FormatError, match=r"blend\.json: is a damaged"):
+        parse_blend_file(json.dumps(stored).encode(), "blend.json")
+
+
+def test_a_written_blend_is_named_alone(served: tuple[Running, Path], tmp_path: Path) -> None:
+    _, root = served
+    pair = str(root / "b" / "pair")
+    path = str(tmp_path / "blend.json")
+    config = DataConfig(blend=[pair], sequence_length=8, order="stream")
+    write_manifest(config, path)
+    with pytest.raises(FormatError, match="name it alone"):
+        StreamLoader(replace(config, blend=[path, pair]), **SIZES)
+
+
+@pytest.mark.guarantee("pinned-blend")
+def test_what_is_known_of_local_datasets_stays_known_where_others_are_opened_together(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, root = served
+    shutil.copytree(root / "b", tmp_path / "near")
+    blend = ["s3://b/pair", str(tmp_path / "near" / "other")]
+    pinned = written(config_of(server, tmp_path, blend=blend), tmp_path)
+    assert set(open_together(pinned).manifests) == set(blend)
+
+
+def test_names_with_credentials_are_opened_together_by_each_rank(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, _ = served
+    signed = f"{server.endpoint.replace('//', '//user:secret@')}/b/pair"
+    config = config_of(server, tmp_path, blend=["s3://b/pair", signed])
+    together = open_together(config)
+    assert list(together.manifests) == ["s3://b/pair"]
+    assert together.blend == config.blend
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ from streammega.storage.store import (
     Span,
     WrapperStore,
     create_object,
-    read_many,
     replace_object,
 )
 from tests.support.processes import python_environment
@@ -534,7 +533,7 @@ READS: dict[str, Callable[[Store, ObjectInfo], object]] = {
     "fetch": lambda store, info: bytes(store.fetch(info.key, [(2, 5)], info.etag)[0]),
     "fetch_into": lambda store, info: _fetch_into(store, info, (2, 5)),
     "read": lambda store, info: bytes(store.read(info.key, [(2, 5)], info.etag)[0]),
-    "read_many": lambda store, info: bytes(read_many(store, [(info, 2, 5)], 4)[0]),
+    "read_start": lambda store, info: bytes(store.read_start(info.key, 5)[1][2:]),
 }
 
 

@@ -310,10 +310,7 @@ class Publisher:
                 progress.advance(1)
 
     def _with_versions(self, manifest: Manifest) -> Manifest:
-        """The manifest with the ETags of its shards in a bucket, so that readers need not ask for them.
-
-        Raises ConvertError where a file is gone.
-        """
+        """The manifest with the ETags of its shards in a bucket, so that readers need not ask for them."""
         destination = self._destination
         if not destination.is_remote:
             return manifest
