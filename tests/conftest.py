@@ -114,12 +114,13 @@ so that the others keep the processors busy meanwhile.
 
 @pytest.hookimpl(tryfirst=True)  # before those of `-m "not soak"` are taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two of the four pairs of a server and a transport to `make soak`; begin with what waits
-    long.
+    """Leave one of the pairs of a server and a transport to `make soak`, and out the one that cannot
+    work; begin with what waits long.
     """
     for item in items:
         if is_left_to_soak(item):
             item.add_marker(pytest.mark.soak)
+    items[:] = [item for item in items if pair_of(item) != ("rclone", "obstore")]
     items.sort(key=lambda item: place_of(item.nodeid))
 
 
@@ -136,15 +137,19 @@ def is_left_to_soak(item: pytest.Item) -> bool:
     not needed for it to meet both servers and both transports; or, with one transport, the server
     that takes more time.
 
-    What depends on the pair is the storage's: its own tests meet all four.
+    What depends on the pair is the storage's: its own tests meet all.
     """
     if not isinstance(item, pytest.Function) or STORAGE_TESTS in item.path.parents:
         return False
     if any("s3" in marker.args[0] for marker in item.iter_markers("parametrize")):
         return False  # it has chosen by itself
+    return pair_of(item) in (("moto", "fsspec"), ("moto", None))
+
+
+def pair_of(item: pytest.Item) -> tuple[Any, Any]:
+    """The server and the transport of a test, None where it has not both."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    pair = (parameters.get("s3"), parameters.get("s3_storage"))
-    return pair in (("moto", "fsspec"), ("rclone", "obstore"), ("moto", None))
+    return parameters.get("s3"), parameters.get("s3_storage")
 
 
 @pytest.fixture(autouse=True)

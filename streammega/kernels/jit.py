@@ -14,6 +14,7 @@ from typing import Any
 
 import numba
 from numba.core import event
+from numba.core.compiler_lock import global_compiler_lock
 
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError
@@ -102,3 +103,9 @@ class _FirstCompilation(event.Listener):
 
 
 event.register("numba:compile", _FirstCompilation())  # type: ignore[no-untyped-call]
+# A fork waits for threads that compile: their lock would never be free in the child.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from streammega.config import StorageConfig
 from streammega.config.validate import settings_of, with_home
 from streammega.errors import ConfigError
-from streammega.storage.backends.fallback import FallbackStore
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore, is_mapped
-from streammega.storage.backends.obstore import ObstoreStore
+from streammega.storage.backends.obstore import ObstoreStore, obstore_is_lost
 from streammega.storage.backends.oss import OssStore
 from streammega.storage.backends.oss2_store import Oss2Store
 from streammega.storage.backends.remote import RemoteStore
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.store import Store
+from streammega.storage.store import Store, WrapperStore
+
+log = logging.getLogger(__name__)
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()
@@ -47,26 +48,26 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class Scheme(NamedTuple):
     """How URLs of a scheme are served.
 
-    store: the class that serves one bucket or host. driver: the class for `transport="fsspec"`.
-    environment: prefixes of the variables that their clients read. has_fallback: whether the driver
-    reads where obstore refuses a server's answers. is_bucket: whether it can be listed and written.
+    store: the class that serves one bucket or host. driver: the class for `transport="fsspec"`, and
+    in forked children. environment: prefixes of the variables that their clients read. takes_forks:
+    whether both read the same options. is_bucket: whether it can be listed and written.
     """
 
     store: type[RemoteStore]
     driver: type[RemoteStore]
     environment: tuple[str, ...]
-    has_fallback: bool
+    takes_forks: bool
     is_bucket: bool = True
 
 
 _GOOGLE = ("GOOGLE_", "GCS", "GCE_METADATA_", "GCLOUD_", "CLOUDSDK_", "STORAGE_EMULATOR_")
 SCHEMES = {
-    "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), has_fallback=True),
-    "oss": Scheme(OssStore, Oss2Store, ("OSS_", "ALIBABA_CLOUD_"), has_fallback=True),
-    "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, has_fallback=False),
-    "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), has_fallback=False),
-    "http": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
-    "https": Scheme(ObstoreStore, FsspecStore, (), has_fallback=True, is_bucket=False),
+    "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), takes_forks=True),
+    "oss": Scheme(OssStore, Oss2Store, ("OSS_", "ALIBABA_CLOUD_"), takes_forks=True),
+    "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, takes_forks=False),
+    "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), takes_forks=False),
+    "http": Scheme(ObstoreStore, FsspecStore, (), takes_forks=True, is_bucket=False),
+    "https": Scheme(ObstoreStore, FsspecStore, (), takes_forks=True, is_bucket=False),
 }
 """Every scheme that has a store of its own, by obstore. `FsspecStore` serves all others."""
 OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
@@ -179,14 +180,47 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 
 def _make_store(scheme: str, root: str, config: StorageConfig) -> Store:
     """Make a store. root: the bucket or host; empty where the driver serves all of them."""
-    make_driver_store = partial(_driver_of(scheme), scheme, root, config)
-    if not _by_obstore(scheme, config):
-        return make_driver_store()
-    known = SCHEMES[scheme]
-    store = known.store(scheme, root, config)
-    if not known.has_fallback:
-        return store
-    return FallbackStore(store, make_driver_store, after_fork=known.is_bucket)
+    if _by_obstore(scheme, config):
+        return BucketStore(SCHEMES[scheme].store(scheme, root, config))
+    return _driver_of(scheme)(scheme, root, config)
+
+
+class BucketStore(WrapperStore):
+    """One bucket or host: by obstore, and in a forked child, where obstore would hang, by fsspec."""
+
+    def __init__(self, inner: RemoteStore) -> None:
+        super().__init__(inner)
+        self._driver: Store | None = None
+        self._lock = process_lock()  # guards `_driver`: one client for all threads
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BucketStore, (self._inner,)
+
+    @property
+    def inner(self) -> Store:
+        """The store that serves this process. Raises ConfigError where none can."""
+        if not obstore_is_lost():
+            return self._inner
+        with self._lock:
+            if self._driver is None:
+                self._driver = self._open_driver()
+            return self._driver
+
+    def _open_driver(self) -> Store:
+        assert isinstance(self._inner, RemoteStore)
+        scheme, root, config = self._inner.arguments
+        known = SCHEMES[scheme]
+        if config.transport == "obstore" or not known.takes_forks:
+            raise ConfigError(
+                f"{self._inner.url('')}: this process was forked from one that had used obstore, which "
+                f"no fork survives; start workers by multiprocessing_context='spawn' or 'forkserver', "
+                f"set transport='fsspec', or use StreamLoader, which needs no workers"
+            )
+        log.info("%s: a forked process reads by fsspec, not by obstore", self._inner.url(""))
+        return known.driver(scheme, root, config)
 
 
 def _driver_of(scheme: str) -> type[RemoteStore]:

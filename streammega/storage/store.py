@@ -103,10 +103,7 @@ class Store(ABC):
 
     @property
     def transport(self) -> str:
-        """The client that reads: "obstore", "fsspec", "oss2", or "local".
-
-        With `transport="auto"` another one may read after the first answer to a range request.
-        """
+        """The client that reads in this process: "obstore", "fsspec", "oss2", or "local"."""
         return "local"
 
     @abstractmethod

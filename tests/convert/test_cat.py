@@ -73,9 +73,11 @@ def test_documents_of_a_bucket_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     convert_files(f"s3://{bucket}/cat/web", web(tmp_path), storage=s3_storage, overwrite=True)
-    options = [
-        word for key, value in s3.options.items() for word in ("--storage", f"{key}={value}")
-    ]
+    storage = tmp_path / "storage.toml"
+    lines = [f'{name} = "{value}"' for name, value in s3.options.items()]
+    lines = [f'transport = "{s3_storage.transport}"', "[storage_options]", *lines]
+    storage.write_text("\n".join(lines))
+    options = ["--storage-file", str(storage)]
     assert shown(capsys, f"s3://{bucket}/cat/web#7", *options) == f"{TEXTS[7]}{END}\n"
 
 

@@ -208,18 +208,16 @@ def run(folder: Path, *words: str, **environment: str) -> tuple[int | None, str]
     return code, process.log(0)
 
 
-def test_convert_and_describe_as_a_user_runs_them(
-    tokenizer: str, tmp_path: Path, s3: S3, bucket: str
-) -> None:
+def test_convert_and_describe_as_a_user_runs_them(tokenizer: str, tmp_path: Path, moto: S3) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n{"text": ""}\n{"text": "more"}\n')
-    url = f"s3://{bucket}/web"
+    url = f"s3://{moto.new_bucket()}/web"
     words = [str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer]
-    code, printed = run(tmp_path / "convert", "convert", *words, **s3.environment)
+    code, printed = run(tmp_path / "convert", "convert", *words, **moto.environment)
     assert code == 0, printed
     assert "documents: 2\ntokens: 17\ndtype: uint16\n" in printed
     assert "empty: 1\n" in printed
     words = [url, "--tokenizer", tokenizer, "--plot", str(tmp_path / "h.png")]
-    code, printed = run(tmp_path / "describe", "describe", *words, **s3.environment)
+    code, printed = run(tmp_path / "describe", "describe", *words, **moto.environment)
     assert code == 0, printed
     assert "documents: 2\nsequences: 2\nempty_documents: 0\n" in printed
     assert "hello world<|endoftext|>more<|endoftext|>" in printed

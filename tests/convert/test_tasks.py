@@ -155,7 +155,7 @@ def test_a_task_does_not_begin_while_its_folder_is_merged(
 def test_tasks_of_other_options_do_not_meet_in_a_bucket(
     inputs: list[str], tmp_path: Path, s3: S3
 ) -> None:
-    storage = StorageConfig(storage_options=s3.options)
+    storage = s3.storage
     output = f"s3://{s3.new_bucket()}/web"
 
     def named(options: dict[str, Any]) -> dict[str, Any]:
@@ -187,13 +187,13 @@ def test_killed_tasks_that_are_started_again_make_the_same_in_a_bucket(
     context = multiprocessing.get_context("forkserver")
 
     def start(number: int, wait_after: int | None) -> Any:
-        given = (s3.options, inputs, output, work, number, 3, wait_after, OPTIONS)
+        given = (s3.storage, inputs, output, work, number, 3, wait_after, OPTIONS)
         process = context.Process(target=do_task, args=given, daemon=True)
         process.start()
         return process
 
     processes = [start(number, 1 if number == 1 else None) for number in range(3)]
-    storage = StorageConfig(storage_options=s3.options)
+    storage = s3.storage
     store, key = open_store(WorkDir.of(output, work, storage).file(""), storage)
     deadline = time.monotonic() + 100
     while not any(info.key.endswith("unit-000001.json") for info in store.list(key)):

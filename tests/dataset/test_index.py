@@ -524,7 +524,7 @@ print("written", flush=True); import time; time.sleep(60)
         process.wait_for("written\n", 0)
         process.close()
         with pytest.raises(ObjectNotFoundError):
-            IndexedDataset(prefix, StorageConfig(storage_options=s3.options))
+            IndexedDataset(prefix, s3.storage)
 
 
 @pytest.mark.guarantee("5-shows-under")

@@ -317,7 +317,7 @@ def test_of_very_many_shards_only_some_are_in_memory_at_once(
     assert open_manifests(["s3://b/bin/"], storage_of(server)) == whole
 
 
-def test_a_server_that_answers_ranges_with_all_is_read_by_the_other_transport(
+def test_a_server_that_answers_ranges_with_all_is_read_by_fsspec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, length in enumerate((30, 20_000)):
@@ -329,7 +329,7 @@ def test_a_server_that_answers_ranges_with_all_is_read_by_the_other_transport(
     with running(tmp_path) as server:
         expected = open_manifests(names, storage_of(server))
         server.behave(plain_200=True)
-        again = open_manifests(names, storage_of(server, request_timeout=41))
+        again = open_manifests(names, storage_of(server, transport="fsspec"))
     assert [one.shards[0].ends for one in again] == [one.shards[0].ends for one in expected]
 
 

@@ -151,11 +151,11 @@ def test_it_travels_to_workers_that_are_spawned(built: Any) -> None:
 
 
 @pytest.mark.guarantee("streamgptdataset-gives-megatron")
-def test_forked_workers_read_from_buckets(s3: S3, tmp_path: Path) -> None:
+def test_forked_workers_read_from_buckets(moto: S3, tmp_path: Path) -> None:
     """Their parent's transport does not survive the fork."""
     prefixes = write_datasets(tmp_path, np.random.default_rng(0), 2)
-    bucket = s3.new_bucket()
-    settings = StorageConfig(storage_options=s3.options)
+    bucket = moto.new_bucket()
+    settings = moto.storage
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             content = Path(prefix + suffix).read_bytes()

@@ -31,15 +31,16 @@ BATCH = 4
 
 @pytest.fixture
 def config(server: Running, tmp_path: Path) -> DataConfig:
-    return config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=SAMPLES)
+    return config_of("stream", "s3:/", tmp_path, storage_of(server, "auto"), samples=SAMPLES)
 
 
 def dataset_of(config: DataConfig) -> StreamingDataset:
     return StreamingDataset(config, micro_batch_size=BATCH, global_batch_size=2 * BATCH)
 
 
-def forked(dataset: StreamingDataset, workers: int) -> Any:
-    options: Any = {"multiprocessing_context": "fork"} if workers else {}
+def forked(dataset: StreamingDataset, workers: int, **options: Any) -> Any:
+    if workers:
+        options["multiprocessing_context"] = "fork"
     return DataLoader(dataset, batch_size=None, num_workers=workers, **options)
 
 
@@ -66,15 +67,45 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.guarantee("batches-forked-workers")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
 @pytest.mark.parametrize("mode", list(MODES))
 def test_batches_are_the_same_by_any_number_of_forked_workers_and_the_parent_reads_on(
     config: DataConfig, mode: str
 ) -> None:
     dataset = dataset_of(replace(config, **MODES[mode]))
     expected = [dataset.batch(consumed) for consumed in dataset.positions()]
-    for workers in (0, 1, 2):
+    for workers in (0, 1, 3):
         check_same(list(forked(dataset, workers)), expected)
     check_same([dataset.batch(0)], expected[:1])
+
+
+@pytest.mark.guarantee("batches-forked-workers")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_read_twice_in_a_row_under_a_parent_that_reads_meanwhile(
+    config: DataConfig, persistent: bool
+) -> None:
+    dataset = dataset_of(config)
+    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    workers = forked(dataset, 1, persistent_workers=persistent)
+    for _ in range(2):
+        got = []
+        for number, batch in enumerate(workers):
+            got.append(batch)
+            check_same([dataset.batch(2 * BATCH * (number // 2))], [expected[number // 2 * 2]])
+        check_same(got, expected)
+
+
+def _loaded(config: DataConfig, rank: int) -> list[Any]:
+    """What a rank takes from a loader of its own."""
+    sizes: Any = {"micro_batch_size": BATCH, "global_batch_size": 2 * BATCH}
+    with StreamLoader(config, **sizes, dp_rank=rank, dp_size=2) as loader:
+        return [batch["tokens"].tolist() for batch in loader]
+
+
+@pytest.mark.guarantee("batches-forked-workers")
+def test_a_rank_that_is_forked_reads_as_its_parent(config: DataConfig) -> None:
+    for rank in range(2):
+        assert in_child(_loaded, config, rank) == _loaded(config, rank)
 
 
 @pytest.mark.guarantee("batches-forked-workers")

@@ -63,10 +63,8 @@ def test_num_samples_that_are_not_of_three_splits_are_refused(
 def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     blend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, s3: Any, bucket: str
 ) -> None:
-    from streammega import StorageConfig
-
     url = f"s3://{bucket}/order" if where == "s3" else str(tmp_path / "shared")
-    storage = StorageConfig(storage_options=s3.options, cache_dir=tmp_path / "c")
+    storage = s3.storage.changed(cache_dir=tmp_path / "c")
     config = config_of(blend, tmp_path, index_publish_url=url, storage=storage)
     done = list(prepare(config))
     assert sorted((item.split, item.prefix[-2:]) for item in done) == [

@@ -4,7 +4,6 @@ the step that needs it.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -261,23 +260,15 @@ def test_closing_does_not_wait_for_a_stalled_endpoint(server: Running, tmp_path:
 
 
 @pytest.mark.guarantee("server-answers-ranges")
-def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
-    server: Running,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_ranges_answered_by_200_are_read_by_s3fs_and_obstore_says_so(
+    server: Running, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("streammega.storage.warn_once._warned_at", {})
     server.behave(plain_200=True)
-    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=600)
-    got = stream(config)
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "auto"), samples=600)
+    with pytest.raises(StorageError, match=r"s3://data/.*200 in place of 206.*transport='fsspec'"):
+        stream(config)
+    got = stream(replace(config, storage=config.storage.changed(transport="fsspec")))
     assert torch.equal(got, stream(replace(config, blend=blend_of(server.root))))
-    gc.collect()  # the stores of that stream are gone, those of the next are new
-    stream(config)
-    warnings = [
-        record for record in caplog.records if "answers range requests with 200" in record.message
-    ]
-    assert len(warnings) == 1
 
 
 @pytest.mark.guarantee("10-transports-try")

@@ -1,10 +1,10 @@
-"""Stores in forked processes: obstore by a copy of its own, and no lock that nobody releases."""
+"""Stores in forked processes: fsspec in place of obstore, and no lock that nobody releases."""
 
 from __future__ import annotations
 
 import ast
 import multiprocessing
-import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,17 +16,16 @@ import filelock
 import pytest
 
 from streammega import StorageConfig
-from streammega.errors import ObjectNotFoundError
+from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.storage import open_store
-from streammega.storage.backends.fsspec import FsspecStore
+from streammega.storage.backends import obstore as obstore_backend
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
 from streammega.train.checkpoints.store import lock_file
-from tests.support.processes import run_python, running_python
+from tests.support.processes import python_environment, run_python, running_python
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are loaded on Linux alone")
 PATIENCE = 60
 """Seconds that a child is waited for: what it does takes less than one."""
 
@@ -54,14 +53,6 @@ def _tell(pipe: Any, program: Callable[..., Any], arguments: tuple[Any, ...]) ->
         pipe.send(repr(error))
 
 
-@pytest.fixture
-def no_other_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any) -> None:
-        raise AssertionError("another transport than obstore was asked")
-
-    monkeypatch.setattr(FsspecStore, "_open", refuse)
-
-
 def _use_all(store: Store, key: str) -> list[Any]:
     """What every method of a store tells in this process."""
     size = store.info(key).size
@@ -73,28 +64,28 @@ def _use_all(store: Store, key: str) -> list[Any]:
     try:
         store.info("folder/made")
     except ObjectNotFoundError:
-        return [size, part, listed, created, "deleted"]
+        return [store.transport, size, part, listed, created, "deleted"]
     return []
 
 
 ALL_USED = [10, b"234", ["folder/key", "folder/made"], False, "deleted"]
+BY_FSSPEC = ["fsspec", *ALL_USED]
 
 
 @pytest.mark.guarantee("forked-processes-read")
-@pytest.mark.usefixtures("no_other_transport")
-def test_a_child_does_all_by_obstore_and_so_does_its_child_and_the_parent_goes_on(
+def test_a_child_does_all_by_fsspec_and_so_does_its_child_and_the_parent_goes_on(
     moto: S3,
 ) -> None:
     url = f"s3://{moto.new_bucket()}/folder/key"
     store, key = open_store(url, StorageConfig(storage_options=moto.options))
     store.put(key, b"0123456789")
-    assert in_fork(_use_all, store, key) == ALL_USED
+    assert in_fork(_use_all, store, key) == BY_FSSPEC
 
     def use_and_fork() -> list[Any]:
         return [_use_all(store, key), in_fork(_use_all, store, key), _use_all(store, key)]
 
-    assert in_fork(use_and_fork) == [ALL_USED] * 3
-    assert _use_all(store, key) == ALL_USED
+    assert in_fork(use_and_fork) == [BY_FSSPEC] * 3
+    assert _use_all(store, key) == ["obstore", *ALL_USED]
 
 
 @pytest.fixture
@@ -105,39 +96,64 @@ def objects(tmp_path: Path) -> Iterator[Running]:
         yield server
 
 
-def _read(url: str) -> bytes:
-    store, key = open_store(url, StorageConfig())
-    return bytes(store.read(key, [(5, 8)])[0])
+def _read(url: str, options: dict[str, Any]) -> tuple[str, bytes]:
+    store, key = open_store(url, StorageConfig(storage_options=options))
+    return store.transport, bytes(store.read(key, [(5, 8)])[0])
 
 
 @pytest.mark.guarantee("forked-processes-read")
-def test_children_read_what_no_other_transport_serves(objects: Running) -> None:
-    url = f"{objects.endpoint}/data/key"
-    assert _read(url) == bytes([5, 6, 7])
-    assert in_fork(_read, url) == bytes([5, 6, 7])
-
-
-def _descriptors(url: str) -> tuple[int, list[str]]:
-    """Descriptors that reading has left open beside sockets and what polls them, and the copies of
-    obstore among them.
-    """
-    before = set(os.listdir("/proc/self/fd"))
-    _read(url)
-    left = [os.readlink(f"/proc/self/fd/{name}") for name in _opened_since(before)]
-    others = [name for name in left if not name.startswith(("socket:", "anon_inode:"))]
-    return len(others), [name for name in left if "memfd" in name]
-
-
-def _opened_since(before: set[str]) -> list[str]:
-    now = set(os.listdir("/proc/self/fd"))
-    return [name for name in now - before if os.path.islink(f"/proc/self/fd/{name}")]
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_child_opens_and_reads_what_its_parent_has_read(objects: Running, scheme: str) -> None:
+    options = objects.storage_options if scheme == "s3" else {}
+    url = f"{objects.endpoint}/data/key" if scheme == "http" else "s3://data/key"
+    expected = bytes([5, 6, 7])
+    assert _read(url, options) == ("obstore", expected)
+    assert in_fork(_read, url, options) == ("fsspec", expected)
+    assert _read(url, options) == ("obstore", expected)
 
 
 @pytest.mark.guarantee("forked-processes-read")
-def test_a_child_leaves_no_descriptor_of_the_copy_open(objects: Running) -> None:
-    url = f"{objects.endpoint}/data/key"
-    _read(url)
-    assert in_fork(_descriptors, url) == (0, [])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_that_are_no_forks_read_by_obstore(objects: Running, method: Any) -> None:
+    url = "s3://data/key"
+    assert _read(url, objects.storage_options) == ("obstore", bytes([5, 6, 7]))
+    with multiprocessing.get_context(method).Pool(1) as children:
+        got = children.apply(_read, (url, objects.storage_options))
+    assert got == ("obstore", bytes([5, 6, 7]))
+
+
+@pytest.fixture
+def in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process takes itself for a child of one that has used obstore."""
+    monkeypatch.setattr(obstore_backend._Runtime, "is_lost", True)
+
+
+@pytest.mark.guarantee("gs-holds-contract")
+@pytest.mark.usefixtures("in_a_fork")
+@pytest.mark.parametrize("url", ["gs://bucket/key", "az://container/key"])
+@pytest.mark.parametrize("transport", ["auto", "obstore"])
+def test_what_fsspec_reads_by_other_options_says_in_a_child_how_to_start_workers(
+    url: str, transport: Any
+) -> None:
+    store, key = open_store(url, StorageConfig(transport=transport))
+    for call in (
+        lambda: store.info(key),
+        lambda: store.read(key, [(0, 3)]),
+        lambda: store.open_writer(key),
+    ):
+        with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
+            call()
+
+
+@pytest.mark.guarantee("forked-processes-read")
+@pytest.mark.usefixtures("in_a_fork")
+def test_a_child_that_must_read_by_obstore_is_told_that_it_cannot(objects: Running) -> None:
+    options = objects.storage_options
+    store, key = open_store(
+        "s3://data/key", StorageConfig(transport="obstore", storage_options=options)
+    )
+    with pytest.raises(ConfigError, match=r"s3://data/.*'spawn' or 'forkserver'"):
+        store.read(key, [(5, 8)])
 
 
 @pytest.mark.guarantee("forked-processes-read")
@@ -204,7 +220,7 @@ def test_no_module_has_a_lock_that_a_fork_leaves_locked() -> None:
 
 
 IN_FLIGHT = """
-import os, sys, threading
+import gc, os, sys, threading
 from streammega import StorageConfig
 from streammega.storage import open_store
 options = {"anon": True, "endpoint_url": sys.argv[1]}
@@ -227,6 +243,9 @@ def fork():
         child = os.fork()
         if child == 0:
             read(3)
+            if number % 4 == 1:
+                del globals()["store"]
+            gc.collect()
             failed = 7 if failures else 0
             # sys.exit in another thread than the main one ends that thread alone
             if number % 2 or threading.current_thread() is forker:
@@ -264,21 +283,55 @@ NEVER_USED = """
 import logging, os, sys, warnings
 warnings.filterwarnings("ignore")
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
-del os.memfd_create
 from streammega import StorageConfig
 from streammega.storage import open_store
 options = {"anon": True, "endpoint_url": sys.argv[1]}
 store, key = open_store("s3://data/key", StorageConfig(storage_options=options))
 for _ in range(2):
     if os.fork() == 0:
-        print(len(store.read(key, [(0, 9)])[0]), flush=True)
+        print(len(store.read(key, [(0, 9)])[0]), store.transport, flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
 
 
 @pytest.mark.guarantee("forked-processes-read")
-def test_without_copies_children_of_a_parent_that_never_read_still_read_by_obstore(
-    objects: Running,
-) -> None:
-    assert run_python(NEVER_USED, objects.endpoint) == "9\n9\n"
+def test_children_of_a_parent_that_never_read_read_by_obstore(objects: Running) -> None:
+    assert run_python(NEVER_USED, objects.endpoint) == "9 obstore\n" * 2
+
+
+COMPILES = """
+import os, sys, threading, time, warnings
+import numba, numpy as np
+from streammega.kernels.jit import kernel
+warnings.filterwarnings("ignore")
+array = np.arange(10)
+end = threading.Event()
+
+@kernel
+def largest(values):
+    return np.sort(values)[-1]
+
+def compile_others():
+    while not end.is_set():
+        numba.njit(lambda values: np.unique(values).size)(array)
+
+thread = threading.Thread(target=compile_others)
+thread.start()
+for number in range(3):
+    time.sleep(0.05)
+    if os.fork() == 0:
+        os._exit(0 if largest(array) == 9 else 1)
+    print(os.wait()[1])
+end.set()
+thread.join()
+"""
+
+
+@pytest.mark.guarantee("forked-processes-read")
+def test_no_child_waits_for_a_compiler_that_a_thread_of_its_parent_was_in(tmp_path: Path) -> None:
+    """With an empty cache of kernels, the child has to compile too."""
+    environment = python_environment(NUMBA_CACHE_DIR=str(tmp_path))
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, env=environment, timeout=PATIENCE, stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"0"] * 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -369,8 +370,11 @@ def test_the_longest_mount_point_says_on_what_a_file_lies(
 
 
 @pytest.mark.guarantee("local-pread-file")
-def test_files_of_another_machine_are_read_by_pread(tmp_path: Path, mounted: Any) -> None:
+def test_files_of_another_machine_are_read_by_pread(
+    tmp_path: Path, mounted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also through a link from a local folder, and each by its own mount point."""
+    caplog.set_level(logging.DEBUG, "streammega")
     for folder in ("shared", "shared/local"):
         (tmp_path / folder).mkdir()
         write_shard(tmp_path / folder / "shard", 5)
@@ -387,6 +391,11 @@ def test_files_of_another_machine_are_read_by_pread(tmp_path: Path, mounted: Any
         dataset = IndexedDataset(prefix, StorageConfig(cache_dir=tmp_path / "cache"))
         assert dataset.mmap == is_mapped
         assert (tokens(dataset, 3) == 5).all()
+    by_mount = [text for text in caplog.messages if text.startswith(f"{tmp_path}/shared")]
+    assert by_mount == [
+        f"{tmp_path}/shared (nfs): its files are read by pread",
+        f"{tmp_path}/shared/local (ext4): its files are mapped",
+    ]
     assert IndexedDataset(str(tmp_path / "shared" / "shard"), mmap=True).mmap
     assert not IndexedDataset(str(tmp_path / "shared" / "local" / "shard"), mmap=False).mmap
 

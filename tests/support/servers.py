@@ -38,6 +38,12 @@ class S3:
     buckets: int = 0
 
     @property
+    def storage(self) -> StorageConfig:
+        """How to reach it; rclone answers ranges in a way that obstore refuses."""
+        transport: Any = "fsspec" if self.name == "rclone" else "auto"
+        return StorageConfig(transport=transport, storage_options=self.options)
+
+    @property
     def options(self) -> dict[str, Any]:
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
 

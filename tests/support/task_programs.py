@@ -16,7 +16,7 @@ AT_MOST = 100.0
 
 
 def do_task(
-    storage_options: dict[str, Any],
+    storage: StorageConfig,
     inputs: list[str],
     output: str,
     work: str,
@@ -44,6 +44,6 @@ def do_task(
         output,
         Task(number=number, of=of),
         execution=ExecutionConfig(work_dir=work, workers=1),
-        storage=StorageConfig(storage_options=storage_options),
+        storage=storage,
         **options,
     )

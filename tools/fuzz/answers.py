@@ -12,7 +12,6 @@ from typing import Any
 
 from streammega import StorageConfig
 from streammega.storage import Store, open_store
-from streammega.storage.backends.fallback import FallbackStore
 from tools.fuzz.common import Target, new_number
 
 BODY = bytes(range(48, 58)) * 3
@@ -142,8 +141,6 @@ def answers_target(_folder: Path, scheme: str, transport: str) -> Target:
         retry_timeout=1,
     ).tuned(max_retries=0, read_timeout=0.2, connect_deadline=1, hedge_requests=False)
     store, key = open_store(f"{scheme}://bucket/a", storage)
-    if isinstance(store, FallbackStore):  # the store that it falls back on has a target of its own
-        store = store.inner
 
     def run(data: bytes) -> None:
         operation = OPERATIONS.get(data[:1])

@@ -8,7 +8,6 @@ import errno
 import inspect
 import logging
 import math
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact, redact_answer
 from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, part_bytes
+from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, note_client, part_bytes
 from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
 from streammega.storage.etags import check_version, modified_of_info
 from streammega.storage.fd_limit import explain_fd_limit
@@ -67,11 +66,6 @@ log = logging.getLogger(__name__)
 
 RECHECK = 30.0
 """Seconds between two checks of the ETag of an object whose bodies come without one."""
-_inherited_drivers: list[Any] = []
-"""Drivers that this process inherited by a fork.
-
-They are kept, since s3fs would try to close the parent's connections, and print a traceback.
-"""
 _BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)")
 """Texts of drivers where the server asks for fewer requests, and the error has no status."""
 _FAILED_SIGNS = ("InternalError", "(500)")
@@ -260,7 +254,7 @@ class FsspecStore(RemoteStore):
         self._check_key(key)
         path = self._path(key)
         # A driver for this writer alone: with s3 its calls are replaced by ones that retry.
-        fs = self._open()
+        fs = note_client(self._open())
 
         def wrap(error: BaseException) -> BaseException:
             return self._error(key, error)
@@ -321,14 +315,6 @@ class FsspecStore(RemoteStore):
         check_version_mark(self.scheme, key, self.url(key))
         if self.scheme == "s3":  # other drivers may send keys as they are
             check_object_key(self.url(key), key)
-
-    def _client(self) -> Any:
-        # Threads do not survive a fork, and s3fs closes connections when a driver is collected.
-        with self._lock:
-            if self._opened is not None and self._opened[0] != os.getpid():
-                _inherited_drivers.append(self._opened)
-                self._opened = None
-        return super()._client()
 
     def _open(self) -> Any:
         """A driver that does not retry, where that can be set: `storage.retry` does."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -48,6 +49,8 @@ from streammega.storage.store import (
     as_bytes,
     check_length,
 )
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 WRITE_BACK_BYTES = 8 << 20
@@ -148,7 +151,18 @@ def file_system_of(path: str) -> FileSystem:
 def is_mapped(path: str, config: StorageConfig) -> bool:
     """Whether a local file is mapped, and not read by `pread`."""
     local_io = config.tuning.local_io
-    return not file_system_of(path).is_remote if local_io is None else local_io == "mmap"
+    if local_io is not None:
+        return local_io == "mmap"
+    file_system = file_system_of(path)
+    _say_how_read(file_system)
+    return not file_system.is_remote
+
+
+@cache
+def _say_how_read(file_system: FileSystem) -> None:
+    """Once for each mount point."""
+    way = "read by pread" if file_system.is_remote else "mapped"
+    log.debug("%s (%s): its files are %s", *file_system, way)
 
 
 class LocalStore(Store):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import threading
@@ -15,6 +16,9 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+import obstore.exceptions
+import obstore.store
+
 from streammega.config import StorageConfig
 from streammega.errors import (
     AccessDeniedError,
@@ -26,8 +30,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact_answer, redaction_of
 from streammega.storage import retry
-from streammega.storage.backends import obstore_after_fork
-from streammega.storage.backends.remote import MAX_PARTS, RemoteStore
+from streammega.storage.backends.remote import MAX_PARTS, RemoteStore, note_client
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
 from streammega.storage.etags import check_version, version_like, version_of
 from streammega.storage.fd_limit import explain_fd_limit_of_connection
@@ -83,10 +86,10 @@ _RANGES_REFUSED = (
     "CONTENT_RANGE header",
     "Content-Range header",
 )
-"""Texts of errors for answers to range requests that another client may accept."""
+"""Texts of errors for answers to range requests that obstore does not accept."""
+_DENIED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
 S3_SCHEMES = ("s3", "oss")
 """Schemes whose servers speak S3."""
-_FALLBACK_SCHEMES = ("s3", "http", "https")
 _OTHER_RANGE = re.compile(r"Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)")
 _NO_SIZE = "Content-Length Header missing"
 BACKOFF_BASE = 4
@@ -108,16 +111,29 @@ POLL_SECONDS = 0.2
 """Seconds between two checks whether the thread that takes parts still lives."""
 
 
-class RangesRefused(StorageError):
-    """obstore refuses how the server answers range requests. Another client may accept it."""
+class _Runtime:
+    """What this process may do with obstore, whose threads no fork copies: calls would never return."""
+
+    is_used = False
+    """Whether a client was opened, here or in a parent."""
+    is_lost = False
+    """Whether this process was forked from one that had used it."""
+
+
+def obstore_is_lost() -> bool:
+    """Whether this process was forked from one that had used obstore, and must never call it."""
+    return _Runtime.is_lost
+
+
+def _after_fork() -> None:
+    _Runtime.is_lost = _Runtime.is_used
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class ObstoreStore(RemoteStore):
-    """One bucket, container or host, through obstore.
-
-    A forked process loads a copy of obstore. Where it cannot, this store raises ConfigError: see
-    `FallbackStore`.
-    """
+    """One bucket, container or host, through obstore; in no process where `obstore_is_lost`."""
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
@@ -310,7 +326,7 @@ class ObstoreStore(RemoteStore):
                 if error.silent:
                     raise
         return self._policy.call(
-            lambda: obstore_after_fork.opened(self._open_client(self._policy)), is_answer=False
+            lambda: note_client(self._open_client(self._policy)), is_answer=False
         )
 
     def await_answer(self, key: str) -> None:
@@ -331,10 +347,9 @@ class ObstoreStore(RemoteStore):
         condition = "create" if if_absent else {"e_tag": if_match}
 
         def attempt(client: Any) -> bool:
-            exceptions = obstore_after_fork.library().exceptions
-            refused = exceptions.AlreadyExistsError
+            refused: Any = obstore.exceptions.AlreadyExistsError
             if if_match:
-                refused = (exceptions.PreconditionError, FileNotFoundError)
+                refused = (obstore.exceptions.PreconditionError, FileNotFoundError)
             try:
                 client.put(key, bytes(data), mode=condition, use_multipart=False)
             except refused:
@@ -354,18 +369,13 @@ class ObstoreStore(RemoteStore):
         self._call(key, attempt)
 
     def _open(self) -> Any:
-        return obstore_after_fork.opened(self._open_client(TRY_ONCE))
+        return self._open_client(TRY_ONCE)
 
     def _open_client(self, policy: RetryPolicy) -> Any:
-        library = obstore_after_fork.library()
-        if library is None:
-            raise ConfigError(
-                f"{self.url('')}: obstore was used before this process was forked, and cannot be "
-                f"used after it; start workers by multiprocessing_context='spawn' or 'forkserver', "
-                f"set transport='fsspec', or use StreamLoader, which needs none"
-            )
-        retry_config = _retry_config(policy)
-        stores = library.store
+        assert not obstore_is_lost()
+        _Runtime.is_used = True
+        retry_config: Any = _retry_config(policy)
+        stores: Any = obstore.store
         try:
             if self.scheme in S3_SCHEMES:
                 return stores.S3Store(self.root, retry_config=retry_config, **self._s3_arguments())
@@ -402,8 +412,12 @@ class ObstoreStore(RemoteStore):
         url = self.url(key)
         # All that the server said: codes may be in later lines.
         answer = message.partition(_DEBUG_DUMP)[0]
-        if self.scheme in _FALLBACK_SCHEMES and any(sign in answer for sign in _RANGES_REFUSED):
-            return RangesRefused(f"{url}: {text}")
+        if any(sign in answer for sign in _RANGES_REFUSED):
+            return StorageError(
+                f"{url}: the server answers range requests with 200 in place of 206, or with no sound "
+                f"Content-Range, which obstore refuses; set transport='fsspec', which takes such answers "
+                f"where they name the bytes ({text})"
+            )
         if NO_RENEWAL in text:
             return no_renewal(text)
         status = _STATUS.search(text)
@@ -417,9 +431,7 @@ class ObstoreStore(RemoteStore):
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects "
                 f"otherwise ({text})"
             )
-        # The classes of this process's copy of obstore.
-        exceptions = obstore_after_fork.library().exceptions
-        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+        if isinstance(error, _DENIED):
             return denied(url, text)
         other_range = _OTHER_RANGE.search(text)
         if other_range:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -40,6 +42,8 @@ So an object may have 1.9 TiB, while most uploads hold little in memory.
 """
 MAX_TIMES_LISTED = 4
 """Times that no sound listing has an entry."""
+_clients: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Open clients of this process by their ids, for some have no hash."""
 
 
 class RemoteStore(Store):
@@ -64,9 +68,13 @@ class RemoteStore(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url('')})"
 
+    @property
+    def arguments(self) -> tuple[str, str, StorageConfig]:
+        """What it was made with."""
+        return self.scheme, self.root, self._config
+
     def __getstate__(self) -> dict[str, Any]:
-        answered = self._policy.has_answered
-        return {"arguments": (self.scheme, self.root, self._config), "answered": answered}
+        return {"arguments": self.arguments, "answered": self._policy.has_answered}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["arguments"])  # type: ignore[misc]
@@ -226,7 +234,7 @@ class RemoteStore(Store):
         with self._lock:
             # Neither a client nor its threads survive a fork.
             if self._opened is None or self._opened[0] != os.getpid():
-                self._opened = (os.getpid(), self._open())
+                self._opened = (os.getpid(), note_client(self._open()))
             return self._opened[1]
 
     def _pool(self) -> Pool:
@@ -236,6 +244,26 @@ class RemoteStore(Store):
                 threads = min(MAX_THREADS, self._config.max_concurrent_requests)
                 self._threads = (os.getpid(), Pool(threads))
             return self._threads[1]
+
+
+def note_client(client: Any) -> Any:
+    """Return a client that was opened. No forked child will ever free it."""
+    _clients[id(client)] = client
+    return client
+
+
+def _keep_clients() -> None:
+    """In a forked child, keep what it inherited to the end of the process and beyond.
+
+    Freeing a client of obstore wakes its runtime, whose locks may be held by threads that the child
+    does not have; a driver of s3fs would try to close connections that are the parent's.
+    """
+    for client in list(_clients.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_keep_clients)
 
 
 def part_bytes(sent: int) -> int:
