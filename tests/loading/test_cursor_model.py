@@ -17,6 +17,7 @@ import pytest
 from streammega import DataConfig, StreamLoader
 from streammega.errors import StateError
 from tests.support.builders import data_config, write_random_pair
+from tests.support.expected import checked_batch
 from tests.support.processes import in_child
 
 GLOBAL_BATCH = 8
@@ -347,7 +348,7 @@ def test_any_sequence_of_calls_gives_the_batches_of_its_model(
 
         def row_of(sample: int) -> bytes:
             if sample not in rows:
-                rows[sample] = loader.dataset.batch(sample)["tokens"][0].numpy().tobytes()
+                rows[sample] = checked_batch(loader.dataset, sample)["tokens"][0].numpy().tobytes()
             return rows[sample]
 
         end = loader.dataset.num_samples or ENDLESS

@@ -54,6 +54,7 @@ from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup
 from tests.support.builders import write_dataset, write_lengths
+from tests.support.expected import checked_batch
 from tests.support.processes import python_environment
 from tests.support.streams import blend_of, config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running
@@ -751,6 +752,10 @@ def test_bounds_of_sequences_are_those_of_samples_by_themselves(
     storage = replace(storage_of(server, "obstore"), memory_bytes=1 << 27)
     config = config_of("megatron", place, tmp_path, storage)
     config = replace(config, inter_document_masking=True)
+
+    def local(url: str) -> str:
+        return url.replace("s3:/", str(server.root))
+
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         length = config.sequence_length
         some_bounds = 0
@@ -761,7 +766,7 @@ def test_bounds_of_sequences_are_those_of_samples_by_themselves(
             assert batch["cu_seqlens"].shape == (4, length + 1)
             assert batch["max_seqlen"].shape == (4,)
             some_bounds += int((batch["cu_seqlens"] < length).sum()) - 4
-            expected = loader.dataset.batch(consumed)
+            expected = checked_batch(loader.dataset, consumed, local=local)
             assert set(batch) == set(expected)
             for name, field in expected.items():
                 assert torch.equal(batch[name], field), name
@@ -885,7 +890,7 @@ def test_a_call_that_finds_a_batch_ready_counts_no_wait(config: DataConfig) -> N
 def test_a_forked_child_reads_by_itself(server: Running, tmp_path: Path) -> None:
     """A dataset used before a fork (as torch's workers are made) works in the child."""
     server.behave()
-    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=800)
+    config = config_of("stream", "s3:/", tmp_path, storage_of(server, "auto"), samples=800)
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     expected = stream(config)
     workers = torch.utils.data.DataLoader(
@@ -1068,7 +1073,7 @@ def test_ranks_follow_their_lanes_over_skips(
     engine = Engine(dataset.steps, dataset.positions(), 2, start=0)
     with closing(iter(engine)) as batches:  # type: ignore[type-var]
         for consumed, batch in batches:
-            assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
+            assert torch.equal(batch["tokens"], checked_batch(expected, consumed)["tokens"])
     planned = engine.stats.planned_bytes
     assert planned <= 1.3 * engine.stats.useful_bytes + (len(skip) + 2) * open_bytes, (
         "pieces are opened once, and once more at a jump"

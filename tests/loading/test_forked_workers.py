@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import StateError
 from streammega.loading import engine
+from tests.support.expected import checked_batch
 from tests.support.processes import in_child, python_environment
 from tests.support.streams import FAULTS, config_of, storage_of
 from tools.bench.object_server import Running
@@ -70,10 +71,13 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
 @pytest.mark.parametrize("mode", list(MODES))
 def test_batches_are_the_same_by_any_number_of_forked_workers_and_the_parent_reads_on(
-    config: DataConfig, mode: str
+    server: Running, config: DataConfig, mode: str
 ) -> None:
+    def local(url: str) -> str:
+        return url.replace("s3:/", str(server.root))
+
     dataset = dataset_of(replace(config, **MODES[mode]))
-    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    expected = [checked_batch(dataset, consumed, local=local) for consumed in dataset.positions()]
     for workers in (0, 1, 3):
         check_same(list(forked(dataset, workers)), expected)
     check_same([dataset.batch(0)], expected[:1])

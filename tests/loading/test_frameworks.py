@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, StateError
+from tests.support.expected import checked_batch
 from tests.support.gang import Gang, on_ranks
 from tests.support.trainer_programs import accelerator_of
 from tests.support.typed import first_prefix
@@ -71,7 +72,7 @@ def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, eve
         config, exclude_samples=((20, 24), (36, 40)), num_samples=(4 * TOTAL + 8, 0, 0)
     )
     reference = [
-        StreamingDataset(config, **SIZES).batch(at)["tokens"]
+        checked_batch(StreamingDataset(config, **SIZES), at)["tokens"]
         for at in StreamingDataset(config, **SIZES).positions()
     ]
     assert len(reference) == TOTAL
@@ -263,7 +264,7 @@ def dealt_by_accelerate(rank: int, config: DataConfig) -> list[int]:
         dataset = StreamingDataset(config, **SIZES, dp_size=1)
         loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
         places = {
-            dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n
+            checked_batch(dataset, at)["tokens"][n].numpy().tobytes(): at + n
             for at in dataset.positions()
             for n in range(4)
         }

@@ -35,6 +35,7 @@ from streammega.loading.iterate import Iteration
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
 from tests.support.builders import data_config, write_random_pair
+from tests.support.expected import checked_batch
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
 
@@ -60,7 +61,7 @@ class Numbered:
 
     def __init__(self, config: DataConfig, split: str = "train") -> None:
         dataset = StreamingDataset(config, split=split, **SIZES)
-        self._step = {self._key(dataset.batch(at)): at for at in dataset.positions()}
+        self._step = {self._key(checked_batch(dataset, at)): at for at in dataset.positions()}
 
     @staticmethod
     def _key(batch: dict[str, torch.Tensor]) -> bytes:

@@ -34,6 +34,7 @@ from streammega import (
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
 from tests.support.builders import data_config, write_dataset, write_random_pair
+from tests.support.expected import checked_batch
 from tests.support.servers import http_server
 from tests.support.streams import rank_loaders
 from tests.support.typed import first_prefix
@@ -180,7 +181,7 @@ def resume_again_and_again(
         ranks = loaders(config, dp_size, 1, state)
         for step in itertools.islice(micro_steps(ranks), batches * GLOBAL // dp_size):
             for sample, data in step.items():
-                expected = reference.batch(sample)
+                expected = checked_batch(reference, sample)
                 assert (
                     data
                     == expected["tokens"].numpy().tobytes() + expected["labels"].numpy().tobytes()
@@ -254,7 +255,8 @@ def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) ->
     assert loader.consumed_samples == 10
     first = next(iter(loader))
     assert loader.consumed_samples == 12
-    expected = StreamingDataset(config, micro_batch_size=2, global_batch_size=GLOBAL).batch(10)
+    dataset = StreamingDataset(config, micro_batch_size=2, global_batch_size=GLOBAL)
+    expected = checked_batch(dataset, 10)
     assert first["tokens"].equal(expected["tokens"])
     loader.close()
 
@@ -265,7 +267,7 @@ def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> 
     dataset = StreamingDataset(
         replace(config, num_samples=(200, 0, 0)), micro_batch_size=3, global_batch_size=GLOBAL
     )
-    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    expected = [checked_batch(dataset, consumed) for consumed in dataset.positions()]
     options: Any = {"multiprocessing_context": "forkserver"} if workers == 1 else {}
     got = list(
         torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers, **options)
@@ -632,7 +634,7 @@ def test_a_closed_loader_lets_its_tokens_go_and_goes_on_where_it_was(
     loader.close()
     assert mapped_below() == 0
     position = loader.consumed_samples
-    assert next(loader)["tokens"].equal(loader.dataset.batch(position)["tokens"])
+    assert next(loader)["tokens"].equal(checked_batch(loader.dataset, position)["tokens"])
     loader.close()
 
 

@@ -36,6 +36,7 @@ from streammega.integrations.webdataset import TextStream
 from streammega.parallel import open_loader
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig
 from tests.support.builders import data_config
+from tests.support.expected import checked_batch
 
 Kind = Callable[[int], Any]
 KINDS: dict[str, Kind] = {
@@ -196,10 +197,10 @@ def test_a_run_with_excluded_samples_of_an_array_resumes(stream: DataConfig) -> 
         for _ in range(4):
             next(loader)
         state = saved(loader.state_dict())
-        assert next(loader)["tokens"].equal(loader.dataset.batch(24)["tokens"])
+        assert next(loader)["tokens"].equal(checked_batch(loader.dataset, 24)["tokens"])
     with StreamLoader(replace(stream, exclude_samples=[(8, 24)]), **sizes) as loader:
         loader.load_state_dict(state)
-        assert next(loader)["tokens"].equal(loader.dataset.batch(24)["tokens"])
+        assert next(loader)["tokens"].equal(checked_batch(loader.dataset, 24)["tokens"])
 
 
 @pytest.mark.guarantee("numbers-plain")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, PhaseConfig, StorageConfig, StreamingDataset, StreamLoader
 from streammega.convert import convert
 from tests.support.builders import write_dataset
+from tests.support.expected import checked_batch
 
 EOD = 0
 LENGTH = 32
@@ -197,7 +198,7 @@ def check(batches: list[dict[str, torch.Tensor]], data: Path) -> None:
     lengths = {batch["tokens"].shape[1] for batch in batches}
     assert lengths == {32, 64, 24}
     for batch, position in zip(batches, positions, strict=True):
-        alone = dataset.batch(position)
+        alone = checked_batch(dataset, position)
         assert set(batch) == set(alone)
         assert all(torch.equal(batch[name], alone[name]) for name in alone)
 

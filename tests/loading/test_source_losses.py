@@ -27,6 +27,7 @@ from streammega import (
 )
 from streammega.parallel import open_loader
 from tests.support.builders import write_dataset
+from tests.support.expected import checked_batch
 from tests.support.gang import on_ranks
 
 BATCH = 12
@@ -81,7 +82,7 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
             assert batch["dataset_id"].equal(told_by_ids(batch))
             ids = loader.dataset.dataset_ids(consumed)
             assert ids.tolist() == batch["dataset_id"].tolist()
-            again = loader.dataset.batch(consumed)["dataset_id"]
+            again = checked_batch(loader.dataset, consumed)["dataset_id"]
             assert again.equal(batch["dataset_id"])
             seen |= set(ids.tolist())
         several = loader.dataset.dataset_ids(np.array([0, 12]))
@@ -119,7 +120,9 @@ def test_ranks_with_a_loss_get_dataset_ids(rank: int, config: DataConfig) -> Non
                 batch = get_batch(loader, ranks)
                 assert ("dataset_id" in batch) == ranks.is_last_stage
                 if ranks.is_last_stage:
-                    assert batch["dataset_id"].equal(expected.batch(consumed)["dataset_id"])
+                    assert batch["dataset_id"].equal(
+                        checked_batch(expected, consumed)["dataset_id"]
+                    )
 
 
 @pytest.mark.guarantee("samples-tell-dataset")
@@ -129,7 +132,9 @@ def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
     phases = [PhaseConfig(first_sample=24, blend=[math, web])]
     config = replace(config, order="stream", blend=[web, code], phases=phases)
     alone = StreamingDataset(config, **SIZES)
-    expected = [alone.batch(consumed)["dataset_id"].tolist() for consumed in range(0, 60, 4)]
+    expected = [
+        checked_batch(alone, consumed)["dataset_id"].tolist() for consumed in range(0, 60, 4)
+    ]
     assert {number for ids in expected[6:] for number in ids} == {0, 2}, "by first appearance"
     workers = torch.utils.data.DataLoader(
         StreamingDataset(config, **SIZES), batch_size=None, num_workers=2

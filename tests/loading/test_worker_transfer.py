@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from streammega import DataConfig, StorageConfig, StreamingDataset
 from streammega.errors import FormatError
 from streammega.loading.worker_transfer import IdBatch, WorkerBatch
+from tests.support.expected import checked_batch
 from tests.support.streams import config_of, write_data
 
 SAMPLES = 160
@@ -191,7 +192,7 @@ def dataset_of(config: DataConfig) -> StreamingDataset:
 
 def expected_of(config: DataConfig) -> list[dict[str, Any]]:
     dataset = dataset_of(config)
-    return [dataset.batch(consumed) for consumed in dataset.positions()]
+    return [checked_batch(dataset, consumed) for consumed in dataset.positions()]
 
 
 def from_workers(dataset: Any, **options: Any) -> list[Any]:

@@ -40,6 +40,7 @@ from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.fields_torch import device_fields
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
+from tests.support.expected import checked_batch
 from tests.support.gang import Gang, on_ranks
 from tests.support.rank_programs import read_batches
 
@@ -53,12 +54,14 @@ def documents(**more: bool) -> dict[str, Any]:
     return {"eod_id": EOD, **more}
 
 
-def expected(config: DataConfig, dp_rank: int, dp_size: int, steps: int) -> list[Batch]:
+def expected(
+    config: DataConfig, dp_rank: int, dp_size: int, steps: int, **truth: Any
+) -> list[Batch]:
     if config.has_plain_fields:
         # get_batch gives the four fields of Megatron's in any case
         config = replace(config, fields=[*FIELDS["first"], *FIELDS["last"]])
     dataset = StreamingDataset(config, dp_rank=dp_rank, dp_size=dp_size, **SIZES)
-    return [dataset.batch(n * MICRO * dp_size) for n in range(steps)]
+    return [checked_batch(dataset, n * MICRO * dp_size, **truth) for n in range(steps)]
 
 
 def check_parts(
@@ -148,15 +151,17 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
     """
     phases = [PhaseConfig(first_sample=8, sequence_length=32, shuffle_lanes=16)]
     assert isinstance(config.blend, list)
+    name = str(config.blend[0])
     config = replace(
         config,
         order="stream",
         shuffle_lanes=GLOBAL,
         phases=phases,
         exclude_samples=((16, 24),),
-        exclude_documents=[f"{config.blend[0]}#{number}" for number in range(40)],
+        exclude_documents=[f"{name}#{number}" for number in range(40)],
         **changes,
     )
+    excluded = dict.fromkeys(((name, number) for number in range(40)), 0)
     steps = 12
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 2, False)
     masked = 0
@@ -164,7 +169,7 @@ def test_every_rank_is_given_samples_of_the_length_of_their_phase(
         at = result["at"]
         dataset = StreamingDataset(config, dp_rank=at["dp"], dp_size=layout.dp, **SIZES)
         for batch, position in zip(result["batches"], dataset.positions(), strict=False):
-            whole = dataset.batch(position)
+            whole = checked_batch(dataset, position, excluded=excluded)
             assert whole["tokens"].shape[1] == (16 if position < 8 else 32)
             check_parts(batch, whole, at, layout)
             masked += int((batch.get("loss_mask", np.ones(1)) == 0).sum())
@@ -201,10 +206,15 @@ def test_no_rank_is_given_documents_that_are_excluded(
     )
     steps = 10
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 2, False)
+    assert isinstance(config.blend, list)
+    excluded = {
+        (str(config.blend[0]), number): 8 if number in range(0, 90, 3) else 24
+        for number in range(0, 200, 3)
+    }
     unlearned = 0
     for result in results:
         at = result["at"]
-        whole_batches = expected(config, at["dp"], layout.dp, steps)
+        whole_batches = expected(config, at["dp"], layout.dp, steps, excluded=excluded)
         for number, (batch, whole) in enumerate(zip(result["batches"], whole_batches, strict=True)):
             check_parts(batch, whole, at, layout)
             has_loss = batch.get("loss_mask", np.ones(1)) != 0
