@@ -80,7 +80,7 @@ PRELOADED = (
     "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp",
     "torch.utils.data", "hypothesis.extra.numpy", "numba.core.event", "pyarrow.parquet", "s3fs",
     "obstore.store", "botocore.session", "aiobotocore.session", "tokenizers", "webdataset",
-    "megatron.core", "moto.server", "psutil", "typer", "dacite", "zstandard", "oss2",
+    "megatron.core", "moto.server", "psutil", "typer", "dacite", "zstandard",
 )  # fmt: skip
 """What tests import, which takes seconds: the forks that run them need not."""
 

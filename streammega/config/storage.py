@@ -92,9 +92,7 @@ class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
 
     transport: Transport = "auto"
-    """`auto` uses obstore where it serves the scheme (docs/storage.md), and fsspec elsewhere. For oss,
-    `fsspec` means oss2.
-    """
+    """`auto` uses obstore where it serves the scheme (docs/storage.md), and fsspec elsewhere."""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
     `anon`, ...): docs/storage.md.

@@ -104,8 +104,8 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
         of_oss = oss_endpoint(root, options, os.environ)
         if any(options.get(name) for name in ("endpoint", "endpoint_url", "region")):
             source = OPTIONS
-        bucket_url = of_oss.s3_url(root) + (f"/{root}" if of_oss.is_address else "")
-        endpoint, region = of_oss.native_url, of_oss.region
+        bucket_url = of_oss.bucket_url(root)
+        endpoint, region = of_oss.url, of_oss.region
     elif scheme in _DEFAULT_ENDPOINTS:
         chosen = options.get("endpoint_url") or options.get(ENDPOINT_OPTIONS[scheme])
         account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")

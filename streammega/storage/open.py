@@ -18,8 +18,7 @@ from streammega.errors import ConfigError
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore, is_mapped
 from streammega.storage.backends.obstore import ObstoreStore, obstore_is_lost
-from streammega.storage.backends.oss import OssStore
-from streammega.storage.backends.oss2_store import Oss2Store
+from streammega.storage.backends.oss import OssS3fsStore, OssStore
 from streammega.storage.backends.remote import RemoteStore
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, WrapperStore
@@ -63,7 +62,7 @@ class Scheme(NamedTuple):
 _GOOGLE = ("GOOGLE_", "GCS", "GCE_METADATA_", "GCLOUD_", "CLOUDSDK_", "STORAGE_EMULATOR_")
 SCHEMES = {
     "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), takes_forks=True),
-    "oss": Scheme(OssStore, Oss2Store, ("OSS_", "ALIBABA_CLOUD_"), takes_forks=True),
+    "oss": Scheme(OssStore, OssS3fsStore, ("OSS_", "ALIBABA_CLOUD_"), takes_forks=True),
     "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, takes_forks=False),
     "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), takes_forks=False),
     "http": Scheme(ObstoreStore, FsspecStore, (), takes_forks=True, is_bucket=False),

@@ -103,7 +103,7 @@ class Store(ABC):
 
     @property
     def transport(self) -> str:
-        """The client that reads in this process: "obstore", "fsspec", "oss2", or "local"."""
+        """The client that reads in this process: "obstore", "fsspec", or "local"."""
         return "local"
 
     @abstractmethod

@@ -27,8 +27,7 @@ from streammega.loading import lookahead, memory_plan, planner
 from streammega.order import stream_order
 from streammega.storage import retry
 from streammega.storage.backends import fsspec, oss_credentials
-from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.s3_options import S3_OPTIONS, cloud_arguments
+from streammega.storage.backends.s3_options import OSS_OPTIONS, S3_OPTIONS, cloud_arguments
 from streammega.storage.cache import PAGE_BYTES, cache_folder
 from streammega.storage.fetch import flow_control
 from streammega.storage.open import SCHEMES
@@ -276,7 +275,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FEATURES = {
     "flask": "view",
     "matplotlib": "plot",
-    "oss2": "oss",
     "prometheus_client": "metrics",
     "pyarrow": "convert",
     "ray": "ray",
@@ -286,6 +284,7 @@ FEATURES = {
 }
 """What only some features import, and the extra that brings it."""
 BROUGHT_BY_OTHERS = {
+    "aiobotocore": "s3fs",
     "botocore": "s3fs",
     "aiohttp": "s3fs",
     "llvmlite": "numba",
@@ -374,12 +373,12 @@ def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
 
 @pytest.mark.guarantee("scheme-goes-transport")
 def test_drivers_are_those_that_the_page_says_were_tested() -> None:
-    said = re.search(r"with\s+obstore\s+([\d.]+)\s+and\s+oss2\s+([\d.]+)\.\s", PAGES["storage"])
+    said = re.search(r"with\s+obstore\s+([\d.]+)\s+and\s+s3fs\s+([\d.]+)\.\s", PAGES["storage"])
     assert said
     constraints = (ROOT / "constraints.txt").read_text()
-    assert f"oss2=={said[2]}" in constraints
-    assert f"obstore=={said[1]}" in constraints
-    assert metadata.version("oss2") == said[2]
+    for name, version in (("obstore", said[1]), ("s3fs", said[2])):
+        assert f"{name}=={version}" in constraints
+        assert metadata.version(name) == version
 
 
 @pytest.mark.guarantee("torchrun-waits-30")

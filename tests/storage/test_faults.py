@@ -313,9 +313,8 @@ for batch in loader:
     assert "Exception ignored" not in errors
 
 
-@pytest.mark.parametrize(
-    ("scheme", "transport"), [("s3", "obstore"), ("oss", "obstore"), ("oss", "fsspec")]
-)
+@pytest.mark.parametrize("scheme", ["s3", "oss"])
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_a_server_that_lists_the_same_page_for_ever_is_refused(scheme: str, transport: Any) -> None:
     server = AnswerServer()
     server.answers = [listing_answer("a1", "a2", "a3", token="again")]
@@ -323,7 +322,9 @@ def test_a_server_that_lists_the_same_page_for_ever_is_refused(scheme: str, tran
     options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
     storage = StorageConfig(transport=transport, storage_options=options)
     store, key = open_store(f"{scheme}://bucket/a", storage)
-    with pytest.raises(StorageError, match=r"//bucket/a\d: the server lists this again and again"):
+    # Older s3fs leaves it to botocore.
+    refusal = r"//bucket/(a\d)?: the server lists this again and again|same next token was received"
+    with pytest.raises(StorageError, match=refusal):
         store.list(key)
     if transport == "fsspec":  # obstore asks for more pages ahead the busier the machine is
         assert server.requests < 60
@@ -354,7 +355,7 @@ def test_a_listing_that_ends_with_a_full_page_goes_on_after_its_last_key(
     assert [info.key for info in store.list("")] == [*keys, "b1", "b2"]
 
 
-def test_an_answer_of_oss_without_a_size_or_a_version_is_no_object() -> None:
+def test_an_answer_of_oss_without_a_size_is_no_object() -> None:
     server = AnswerServer()
     options = {**SECRETS, "endpoint_url": f"http://127.0.0.1:{server.port}"}
     storage = StorageConfig(transport="fsspec", storage_options=options)
@@ -362,11 +363,8 @@ def test_an_answer_of_oss_without_a_size_or_a_version_is_no_object() -> None:
     server.answers = [b"HTTP/1.1 200 OK\r\n\r\n"]
     with pytest.raises(StorageError, match="does not say how large the object is"):
         store.info(key)
-    server.answers = [b"HTTP/1.0 200 OK\r\nContent-Length: -7\r\n\r\n"]
-    with pytest.raises(StorageError, match="does not say how large the object is"):
-        store.info(key)
     server.answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"]
-    assert (store.info(key).size, store.info(key).etag) == (7, "")
+    assert store.info(key).size == 7
     server.answers = [listing_answer("b1", "a1")]
     assert [info.key for info in store.list(key)] == ["a1"], "other objects were not asked for"
 

@@ -26,34 +26,24 @@ FIXED = {"key": "LTAIfixed0000", "secret": "fixed-secret"}
 
 @pytest.mark.guarantee("buckets-named-host")
 @pytest.mark.parametrize(
-    ("given", "native", "s3", "region"),
+    ("given", "url", "region"),
     [
-        ("oss-cn-hangzhou.aliyuncs.com", "https://oss-cn-hangzhou.aliyuncs.com",
-         "https://web.s3.oss-cn-hangzhou.aliyuncs.com", "cn-hangzhou"),
-        ("http://oss-cn-hangzhou-internal.aliyuncs.com/", "http://oss-cn-hangzhou-internal.aliyuncs.com",
-         "http://web.s3.oss-cn-hangzhou-internal.aliyuncs.com", "cn-hangzhou"),
-        ("https://s3.oss-ap-southeast-1.aliyuncs.com", "https://oss-ap-southeast-1.aliyuncs.com",
-         "https://web.s3.oss-ap-southeast-1.aliyuncs.com", "ap-southeast-1"),
-        ("web.oss-us-west-1.aliyuncs.com", "https://oss-us-west-1.aliyuncs.com",
-         "https://web.s3.oss-us-west-1.aliyuncs.com", "us-west-1"),
-        ("oss-accelerate.aliyuncs.com", "https://oss-accelerate.aliyuncs.com", "https://web.s3.oss-accelerate.aliyuncs.com", ""),
-        ("oss-accelerate-overseas.aliyuncs.com", "https://oss-accelerate-overseas.aliyuncs.com",
-         "https://web.s3.oss-accelerate-overseas.aliyuncs.com", ""),
-        ("cn-hongkong.oss.aliyuncs.com", "https://cn-hongkong.oss.aliyuncs.com",
-         "https://web.cn-hongkong.oss.aliyuncs.com", "cn-hongkong"),
-        ("vpc100-oss-cn-beijing.aliyuncs.com", "https://vpc100-oss-cn-beijing.aliyuncs.com",
-         "https://web.vpc100-oss-cn-beijing.aliyuncs.com", "cn-beijing"),
-        ("oss-cn-local-d01.ops.example.com:8080", "https://oss-cn-local-d01.ops.example.com:8080",
-         "https://web.oss-cn-local-d01.ops.example.com:8080", "cn-local-d01"),
-        ("http://127.0.0.1:9000", "http://127.0.0.1:9000", "http://127.0.0.1:9000", ""),
-        ("http://localhost:9000", "http://localhost:9000", "http://localhost:9000", ""),
+        ("oss-cn-hangzhou.aliyuncs.com", "https://web.s3.oss-cn-hangzhou.aliyuncs.com", "cn-hangzhou"),
+        ("http://oss-cn-hangzhou-internal.aliyuncs.com/", "http://web.s3.oss-cn-hangzhou-internal.aliyuncs.com", "cn-hangzhou"),
+        ("https://s3.oss-ap-southeast-1.aliyuncs.com", "https://web.s3.oss-ap-southeast-1.aliyuncs.com", "ap-southeast-1"),
+        ("web.oss-us-west-1.aliyuncs.com", "https://web.s3.oss-us-west-1.aliyuncs.com", "us-west-1"),
+        ("oss-accelerate.aliyuncs.com", "https://web.s3.oss-accelerate.aliyuncs.com", ""),
+        ("oss-accelerate-overseas.aliyuncs.com", "https://web.s3.oss-accelerate-overseas.aliyuncs.com", ""),
+        ("cn-hongkong.oss.aliyuncs.com", "https://web.cn-hongkong.oss.aliyuncs.com", "cn-hongkong"),
+        ("vpc100-oss-cn-beijing.aliyuncs.com", "https://web.vpc100-oss-cn-beijing.aliyuncs.com", "cn-beijing"),
+        ("oss-cn-local-d01.ops.example.com:8080", "https://web.oss-cn-local-d01.ops.example.com:8080", "cn-local-d01"),
+        ("http://127.0.0.1:9000", "http://127.0.0.1:9000/web", ""),
+        ("http://localhost:9000", "http://localhost:9000/web", ""),
     ],
 )  # fmt: skip
-def test_endpoints_of_all_kinds_lead_to_both_dialects(
-    given: str, native: str, s3: str, region: str
-) -> None:
+def test_endpoints_of_all_kinds_lead_to_the_bucket(given: str, url: str, region: str) -> None:
     found = oss_endpoint("web", {"endpoint": given}, {})
-    assert (found.native_url, found.s3_url("web"), found.region) == (native, s3, region)
+    assert (found.bucket_url("web"), found.region) == (url, region)
 
 
 @pytest.mark.guarantee("region-comes-option")
@@ -144,7 +134,7 @@ def credentials_of(**options: Any) -> OssCredentials:
 
 
 class Wrapped:
-    """As oss2's and alibabacloud_credentials' providers and keys are."""
+    """As providers and keys of Alibaba's SDKs are."""
 
     def get_credentials(self) -> Any:
         return self

@@ -169,7 +169,8 @@ def test_refused_credentials_end_the_run_soon(
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     oss.know(other={"secret": "x"})
     began = time.monotonic()
-    with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId"):
+    # s3fs has the server's message without its code.
+    with pytest.raises(AccessDeniedError, match=r"InvalidAccessKeyId|Access Key Id you provided"):
         list(loader)
     assert time.monotonic() - began < 20, "the pauses between its tries would last 30 seconds"
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""A server of Alibaba OSS's REST interface for tests, native and S3-compatible, faithful where a
-client could trip.
+"""A server of Alibaba OSS's dialect of S3 for tests, faithful where a client could trip.
 
-Buckets are found by the Host header alone (`bucket.oss-…` natively, `bucket.s3.oss-…` for S3's
-dialect); path style is refused. Ranges have inclusive ends, and one that is not wholly within the
-object is ignored (200 and the whole object), unless `x-oss-range-behavior: standard` is sent.
-Signatures are checked, temporary credentials expire, aws-chunked bodies, bulk deletes without
-Content-MD5 and small parts are refused. Faults on demand are those of `tools.bench.object_server`.
+Buckets are found by the Host header alone (`bucket.s3.oss-…`); path style is refused. Ranges have
+inclusive ends, and one that is not wholly within the object is ignored (200 and the whole object),
+unless `x-oss-range-behavior: standard` is sent. `x-oss-forbid-overwrite: true` is kept, but not in
+buckets with versioning; If-Match and If-None-Match of a PUT are not implemented. Signatures are
+checked, temporary credentials expire, aws-chunked bodies, bulk deletes without Content-MD5, small
+parts and headers of OSS that are not signed are refused. Faults on demand are those of
+`tools.bench.object_server`.
 
 It is reached as an HTTP proxy, which stands in for DNS. Standard library only; everything is held
 in memory.
@@ -48,7 +49,8 @@ DOMAIN = f"oss-{REGION}.aliyuncs.com"
 DOMAINS = (DOMAIN, f"oss-{REGION}-internal.aliyuncs.com", "oss-accelerate.aliyuncs.com")
 LEAST_PART_BYTES = 100 * 1024
 MOST_COPY_BYTES = 64 << 20  # of OSS: 5 GB; here small enough for a test
-S3_NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'  # the native answers name none
+ANY_REGION = "us-east-1"  # Alibaba's examples sign with it, whatever the bucket's region is
+NAMESPACE = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 
 
 class Refusal(Exception):
@@ -87,6 +89,7 @@ class State:
 
     buckets: dict[str, dict[str, Stored]] = field(default_factory=dict)
     public: set[str] = field(default_factory=set)
+    versioned: set[str] = field(default_factory=set)
     uploads: dict[str, tuple[str, str, dict[int, Stored]]] = field(default_factory=dict)
     keys: dict[str, Credential] = field(default_factory=lambda: {KEY: Credential(SECRET)})
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -122,10 +125,9 @@ class Handler(BaseHTTPRequestHandler):
         if target.path.startswith("/-/"):
             return self._answer(200, self._control(target.path[3:], body))
         host = headers.get("host", "").split(":")[0]
-        bucket, s3 = _bucket_of(host)
         request = Request(
             method=self.command,
-            bucket=bucket,
+            bucket=_bucket_of(host),
             path=target.path or "/",
             query=target.query,
             headers=headers,
@@ -141,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
                 }
             )
         try:
-            self._check(request, s3)
+            self._check(request)
             self._dispatch(request, body)
         except Refusal as refusal:
             self._refuse(refusal, host)
@@ -155,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         extra = {"Content-Type": "application/xml", "x-oss-err": base64.b64encode(text).decode()}
         self._answer(refusal.status, text, extra)
 
-    def _check(self, request: Request, s3: bool) -> None:
+    def _check(self, request: Request) -> None:
         """Whether the server lets a request in: its host, its signature, its encoding."""
         if not request.bucket:
             raise Refusal(
@@ -169,9 +171,9 @@ class Handler(BaseHTTPRequestHandler):
                 )
             return
         claim = read_claim(authorization)
-        if claim is None or (claim.kind == "aws-v4") != s3:
+        if claim is None:
             raise Refusal(400, "InvalidArgument", "Authorization header is invalid.")
-        if claim.kind != "oss-v1" and claim.scope[1] != REGION:
+        if claim.scope[1] not in (REGION, ANY_REGION):
             raise Refusal(
                 400,
                 "InvalidArgument",
@@ -188,10 +190,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(
                 403, "SecurityTokenExpired", "The security token you provided has expired."
             )
-        if (
-            request.headers.get("x-amz-security-token" if s3 else "x-oss-security-token", "")
-            != credential.token
-        ):
+        if request.headers.get("x-amz-security-token", "") != credential.token:
             raise Refusal(
                 403, "InvalidSecurityToken", "The security token you provided is invalid."
             )
@@ -199,6 +198,9 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(
                 403, "SignatureDoesNotMatch", "The request signature we calculated does not match."
             )
+        of_oss = {name for name in request.headers if name.startswith("x-oss-")}
+        if not of_oss <= set(claim.signed_headers):
+            raise Refusal(403, "AccessDenied", "There were headers which were not signed.")
         if "aws-chunked" in request.headers.get("content-encoding", "") or "STREAMING" in str(
             request.headers
         ):
@@ -308,13 +310,18 @@ class Handler(BaseHTTPRequestHandler):
     def _put(self, request: Request, objects: dict[str, Stored], body: bytes) -> None:
         if "if-match" in request.headers or "if-none-match" in request.headers:
             raise Refusal(
-                400,
+                501,
                 "NotImplemented",
                 "A header you provided implies functionality that is not implemented.",
             )
-        source = request.headers.get("x-oss-copy-source") or request.headers.get(
-            "x-amz-copy-source"
-        )
+        forbid = request.headers.get("x-oss-forbid-overwrite") == "true"
+        if forbid and request.bucket not in self.state.versioned and request.key in objects:
+            raise Refusal(
+                409,
+                "FileAlreadyExists",
+                "The object you specified already exists and can not be overwritten.",
+            )
+        source = request.headers.get("x-amz-copy-source")
         if source is not None:
             bucket, _, key = urllib.parse.unquote(source).lstrip("/").partition("/")
             body = self.state.buckets[bucket][key].data
@@ -379,8 +386,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _xml(self, name: str, **fields: str) -> None:
         inner = "".join(f"<{tag}>{escape(text)}</{tag}>" for tag, text in fields.items())
-        namespace = S3_NAMESPACE if "x-amz-date" in self.headers else ""
-        text = f'<?xml version="1.0" encoding="UTF-8"?><{name}{namespace}>{inner}</{name}>'
+        text = f'<?xml version="1.0" encoding="UTF-8"?><{name}{NAMESPACE}>{inner}</{name}>'
         self._answer(200, text.encode(), {"Content-Type": "application/xml"})
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -409,6 +415,7 @@ class Handler(BaseHTTPRequestHandler):
             elif name == "bucket":
                 state.buckets[told["name"]] = {}
                 state.public |= {told["name"]} if told["public"] else set()
+                state.versioned |= {told["name"]} if told["versioned"] else set()
             elif name == "fill":
                 state.buckets[told["bucket"]].update(
                     {f"many/{i:05d}": Stored(b"x", _md5(b"x")) for i in range(told["count"])}
@@ -428,13 +435,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing on stderr."""
 
 
-def _bucket_of(host: str) -> tuple[str, bool]:
-    """(bucket, whether the host is one of the S3 dialect); no bucket for a host that names none."""
+def _bucket_of(host: str) -> str:
+    """The bucket that a host names, or an empty text."""
     for domain in DOMAINS:
-        found = re.fullmatch(rf"(?:([a-z0-9-]+)\.)??(s3\.)?{re.escape(domain)}", host)
+        found = re.fullmatch(rf"([a-z0-9-]+)\.s3\.{re.escape(domain)}", host)
         if found:
-            return found[1] or "", bool(found[2])
-    return "", False
+            return found[1]
+    return ""
 
 
 def _range_of(request: Request, size: int) -> tuple[int, int, bool]:
@@ -466,14 +473,11 @@ def _check_digests(request: Request, body: bytes) -> None:
 
 
 def _listing(request: Request, objects: dict[str, Stored], query: dict[str, str]) -> bytes:
-    """ListObjects, version 1 or 2: at most 1,000 names a page."""
-    second = query.get("list-type") == "2"
+    """ListObjects, version 2: at most 1,000 names a page."""
     prefix = query.get("prefix", "")
     delimiter = query.get("delimiter", "")
-    after = query.get("continuation-token") or query.get("start-after") or query.get("marker") or ""
-    most = min(
-        1000, int(query.get("max-keys") or (1000 if "x-amz-date" in request.headers else 100))
-    )
+    after = query.get("continuation-token") or query.get("start-after") or ""
+    most = min(1000, int(query.get("max-keys") or 1000))
     rows: dict[str, Stored | None] = {}
     for key in sorted(objects):
         rest = key[len(prefix) :]
@@ -496,8 +500,7 @@ def _listing(request: Request, objects: dict[str, Stored], query: dict[str, str]
     truncated = len(rows) > most
     fields.append(f"<IsTruncated>{str(truncated).lower()}</IsTruncated>")
     if truncated:
-        tag = "NextContinuationToken" if second else "NextMarker"
-        fields.append(f"<{tag}>{encode(names[-1])}</{tag}>")
+        fields.append(f"<NextContinuationToken>{encode(names[-1])}</NextContinuationToken>")
     for name in names:
         stored = rows[name]
         if stored is None:
@@ -508,8 +511,7 @@ def _listing(request: Request, objects: dict[str, Stored], query: dict[str, str]
             f"<Contents><Key>{encode(name)}</Key><LastModified>{when}</LastModified><ETag>&quot;{stored.etag}&quot;</ETag>"
             f"<Type>Normal</Type><Size>{len(stored.data)}</Size><StorageClass>Standard</StorageClass></Contents>"
         )
-    namespace = S3_NAMESPACE if "x-amz-date" in request.headers else ""
-    text = f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult{namespace}>{"".join(fields)}</ListBucketResult>'
+    text = f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult{NAMESPACE}>{"".join(fields)}</ListBucketResult>'
     return text.encode()
 
 
@@ -546,10 +548,10 @@ class Oss:
         """What makes OSS's host names lead to this server."""
         return {"http_proxy": self.proxy, "no_proxy": "127.0.0.1,localhost"}
 
-    def new_bucket(self, *, public: bool = False) -> str:
+    def new_bucket(self, *, public: bool = False, versioned: bool = False) -> str:
         self.buckets += 1
         name = f"bucket-{self.buckets}"
-        self._tell("bucket", name=name, public=public)
+        self._tell("bucket", name=name, public=public, versioned=versioned)
         return name
 
     def fill(self, bucket: str, count: int) -> None:

@@ -28,9 +28,15 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact, redact_answer
-from streammega.storage.backends.oss import OSS_OPTIONS
-from streammega.storage.backends.remote import CONNECT_TIMEOUT, RemoteStore, note_client, part_bytes
-from streammega.storage.backends.s3_options import S3_OPTIONS, s3_endpoint
+from streammega.storage.backends.obstore import S3_SCHEMES
+from streammega.storage.backends.remote import (
+    CONNECT_TIMEOUT,
+    RemoteStore,
+    note_client,
+    part_bytes,
+    repeats_itself,
+)
+from streammega.storage.backends.s3_options import OSS_OPTIONS, S3_OPTIONS, s3_endpoint
 from streammega.storage.etags import check_version, modified_of_info
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
@@ -74,7 +80,7 @@ _NO_SIZE = "KeyError: 'ContentLength'"
 """The message of s3fs for an answer without a size."""
 _HTTP = ("http", "https")
 _VERSION_MARKS = {
-    "s3": "?versionId=",
+    **dict.fromkeys(S3_SCHEMES, "?versionId="),
     **dict.fromkeys(("az", "abfs", "abfss"), "?versionid="),
 }
 """What s3fs and adlfs take, in a name, for a version of an object, and leave out by default."""
@@ -107,6 +113,7 @@ class FsspecStore(RemoteStore):
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
+        self._is_s3 = scheme in S3_SCHEMES  # s3fs serves them
         self._checked: dict[tuple[str, str], float] = {}  # when, by key and ETag
 
     def _path(self, key: str) -> str:
@@ -155,7 +162,7 @@ class FsspecStore(RemoteStore):
         """Raise why S3 refused HEAD, where the answer to GET says that credentials have expired or that
         the clock differs: that to HEAD has no body.
         """
-        if self.scheme != "s3" or status_of(error) not in (400, 401, 403):
+        if not self._is_s3 or status_of(error) not in (400, 401, 403):
             return
         try:
             self._get(fs, key, [(0, 1)], "")
@@ -176,18 +183,18 @@ class FsspecStore(RemoteStore):
         )
 
     def _get(self, client: Any, key: str, spans: Sequence[Span], etag: str) -> Sequence[Any]:
-        """For s3 and http, the headers of each answer are checked.
+        """For s3, oss and http, the headers of each answer are checked.
 
         Other drivers do not show them, so the object's ETag is looked up now and then.
         """
         path = self._path(key)
-        if self.scheme != "s3" and self.scheme not in _HTTP:
+        if not self._is_s3 and self.scheme not in _HTTP:
             bodies = [
                 self._ask(client, "cat_file", path, start=start, end=stop) for start, stop in spans
             ]
             self._recheck(key, etag)
             return bodies
-        get = _get_from_s3 if self.scheme == "s3" else _get_by_http
+        get = _get_from_s3 if self._is_s3 else _get_by_http
         arguments = (get, client, path, self.url(key), spans, etag)
         timeout = self._config.request_timeout
         answers = fsspec.asyn.sync(client.loop, _get_all, *arguments, timeout=timeout)
@@ -220,16 +227,18 @@ class FsspecStore(RemoteStore):
             Not by `_ask`: a listing is many requests, and `request_timeout` is for one.
             """
             try:
-                if recursive:
-                    return fs.find(folder, detail=True)
-                entries = fs.ls(folder, detail=True)
-                return {entry["name"]: entry for entry in entries if entry["type"] == "file"}
+                listed = (
+                    fs.find(folder, detail=True).values()
+                    if recursive
+                    else fs.ls(folder, detail=True)
+                )
             except FileNotFoundError:
                 return {}
+            return {entry["name"]: entry for entry in listed if entry["type"] == "file"}
 
         files = self._call(prefix, find)
         # Other drivers have any text as ETag.
-        spell_etag = listed_etag if self.scheme == "s3" else str
+        spell_etag = listed_etag if self._is_s3 else str
         # As `_path` quotes keys. Without a root they are URLs.
         spell_name = unquote if self.root and self.scheme in _HTTP else str
         wanted = spell_name(path.lstrip("/"))
@@ -253,14 +262,14 @@ class FsspecStore(RemoteStore):
         """A writer that publishes nothing under `key` before it commits."""
         self._check_key(key)
         path = self._path(key)
-        # A driver for this writer alone: with s3 its calls are replaced by ones that retry.
+        # A driver for this writer alone: with s3fs its calls are replaced by ones that retry.
         fs = note_client(self._open())
 
         def wrap(error: BaseException) -> BaseException:
             return self._error(key, error)
 
         try:
-            if self.scheme == "s3":
+            if self._is_s3:
                 fs.call_s3 = self._trying_again(key, fs, fs.call_s3)
                 file = fs.open(path, "wb", autocommit=False)
                 return S3fsWriter(file, wrap)
@@ -276,14 +285,17 @@ class FsspecStore(RemoteStore):
         """A call of the driver with retries, for parts of an upload."""
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
+            renew = self._renewal()
             try:
                 return call(*args, **kwargs)
             except BaseException as error:
                 ours = self._error(key, error)
-            if isinstance(ours, AccessDeniedError) and ours.has_expired and self._renewal():
+            if isinstance(ours, AccessDeniedError) and ours.has_expired and renew is not None:
+                renew()
                 ours.transient = True
-                # Its source is asked again by a new client only.
-                fs.connect(refresh=True)
+                if self.scheme == "s3":
+                    # botocore asks its source again for a new client only.
+                    fs.connect(refresh=True)
             raise ours from None
 
         return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
@@ -292,7 +304,7 @@ class FsspecStore(RemoteStore):
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
     ) -> bool:
         """s3fs has a condition for new objects; other drivers have none."""
-        if self.scheme != "s3" or not if_absent:
+        if not self._is_s3 or not if_absent:
             return super().put(key, data, if_absent=if_absent, if_match=if_match)
         self._check_key(key)
 
@@ -313,15 +325,19 @@ class FsspecStore(RemoteStore):
 
     def _check_key(self, key: str) -> None:
         check_version_mark(self.scheme, key, self.url(key))
-        if self.scheme == "s3":  # other drivers may send keys as they are
+        if self._is_s3:  # other drivers may send keys as they are
             check_object_key(self.url(key), key)
+
+    def _driver_options(self) -> dict[str, Any]:
+        """Arguments for the driver, apart from those of all drivers."""
+        return driver_options(self.scheme, self._config)
 
     def _open(self) -> Any:
         """A driver that does not retry, where that can be set: `storage.retry` does."""
-        options = driver_options(self.scheme, self._config)
+        options = self._driver_options()
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
-        if self.scheme == "s3":
+        if self._is_s3:
             limits = {
                 "connect_timeout": min(CONNECT_TIMEOUT, self._config.request_timeout),
                 "read_timeout": self._config.tuning.read_timeout,
@@ -342,12 +358,13 @@ class FsspecStore(RemoteStore):
         if self.scheme == "s3":
             s3_endpoint(self.root, self._config.storage_options)
         try:
-            driver = _driver_class(self.scheme)
+            driver = _driver_class("s3" if self._is_s3 else self.scheme)
             # Checked beforehand: a driver that lacks an argument raises again when it is collected.
             inspect.signature(driver.__init__).bind(None, **options)
             fs = driver(**options)
-            if self.scheme == "s3":
+            if self._is_s3:
                 fs.retries = 1  # s3fs counts tries, not retries
+                fs._call_s3 = _without_repetition(self.scheme, fs._call_s3)
             return fs
         except ConfigError:
             raise
@@ -444,6 +461,23 @@ async def _get_from_s3(fs: Any, key: str, url: str, span: Span, etag: str) -> tu
         return bytes(await body.read()), True
     finally:
         body.close()
+
+
+def _without_repetition(scheme: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of s3fs that raises StorageError where a listing has the same token twice.
+
+    s3fs would ask for that page for ever.
+    """
+
+    async def checked(method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = await call(method, *args, **kwargs)
+        if method == "list_objects_v2":
+            token = kwargs.get("ContinuationToken")
+            if token and token == answer.get("NextContinuationToken"):
+                raise repeats_itself(f"{scheme}://{kwargs['Bucket']}/{kwargs['Prefix']}")
+        return answer
+
+    return checked
 
 
 async def _get_by_http(fs: Any, key: str, url: str, span: Span, etag: str) -> tuple[bytes, bool]:

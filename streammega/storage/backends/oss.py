@@ -1,8 +1,6 @@
-"""Alibaba OSS: its endpoints and regions in the manner of ossfs, and the store that reads it by obstore.
+"""Alibaba OSS by its dialect of S3: endpoints and regions in the manner of ossfs, and two clients of S3.
 
-OSS speaks two dialects at hosts of their own: its native one
-(`bucket.oss-cn-hangzhou.aliyuncs.com`) and S3's (`bucket.s3.oss-cn-hangzhou.aliyuncs.com`). Both
-take buckets by host name only.
+Hosts of the dialect (`bucket.s3.oss-cn-hangzhou.aliyuncs.com`) take buckets by host name only.
 """
 
 from __future__ import annotations
@@ -16,12 +14,17 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+import obstore.exceptions
+
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, ShortReadError, StreammegaError
+from streammega.errors.cached_property import cached_property
+from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.obstore import ObstoreStore
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.s3_options import (
     CREDENTIALS_LAST,
+    OSS_OPTIONS,
     check_no_settings,
     client_options,
     is_http_url,
@@ -29,23 +32,6 @@ from streammega.storage.backends.s3_options import (
 from streammega.storage.http_errors import truncated
 from streammega.storage.store import Buffer, ObjectInfo, ObjectWriter
 
-OSS_OPTIONS = frozenset(
-    (
-        "anon",
-        "client_kwargs",
-        "credentials_file",
-        "credentials_provider",
-        "default_block_size",
-        "default_cache_type",
-        "endpoint",
-        "endpoint_url",
-        "key",
-        "region",
-        "secret",
-        "token",
-        "use_listings_cache",
-    )
-)
 _ALIYUN = ".aliyuncs.com"
 _REGION_OF_HOST = re.compile(
     r"(?:vpc100-)?oss-(?!accelerate)([a-z]+-[a-z0-9-]+?)(?:-internal)?\..+"
@@ -56,13 +42,17 @@ _DEFAULT_REGION = "us-east-1"
 
 Alibaba's example for AWS's Java SDK uses it too (`Region.AWS_GLOBAL`).
 """
+_FORBID_OVERWRITE = "x-oss-forbid-overwrite"
+"""OSS's header for new objects. It does not implement If-None-Match and If-Match for PUT."""
+_ALREADY_EXISTS = "FileAlreadyExists"
+"""The code of the answer, with status 409, where there is one."""
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
 """Variables of AWS that obstore reads, and that its arguments cannot override."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OssEndpoint:
-    """Where buckets are: the native host, with its port and without a bucket.
+    """Where buckets are: the host of OSS's own dialect, with its port and without a bucket.
 
     `region` is "" if it is unknown.
     """
@@ -73,7 +63,7 @@ class OssEndpoint:
 
     @property
     def is_address(self) -> bool:
-        """Whether the host is an IP address or localhost. Buckets are in the path then, as in oss2."""
+        """Whether the host is an IP address or localhost. Buckets are in the path then."""
         name = urlsplit(f"//{self.host}").hostname or ""
         try:
             return bool(ipaddress.ip_address(name))
@@ -81,16 +71,21 @@ class OssEndpoint:
             return name == "localhost"
 
     @property
-    def native_url(self) -> str:
-        """The endpoint for oss2, which adds the bucket."""
-        return f"{self.scheme}://{self.host}"
+    def s3_host(self) -> str:
+        """The host of S3's dialect."""
+        is_public = self.host.startswith("oss-") and self.host.endswith(_ALIYUN)
+        return f"s3.{self.host}" if is_public else self.host
 
-    def s3_url(self, bucket: str) -> str:
-        """The URL of a bucket in S3's dialect."""
+    @property
+    def url(self) -> str:
+        """The endpoint of S3's dialect, to which clients add the bucket."""
+        return f"{self.scheme}://{self.s3_host}"
+
+    def bucket_url(self, bucket: str) -> str:
+        """The URL of a bucket."""
         if self.is_address:
-            return self.native_url
-        prefix = "s3." if self.host.startswith("oss-") and self.host.endswith(_ALIYUN) else ""
-        return f"{self.scheme}://{bucket}.{prefix}{self.host}"
+            return f"{self.url}/{bucket}"
+        return f"{self.scheme}://{bucket}.{self.s3_host}"
 
 
 def oss_endpoint(
@@ -151,7 +146,7 @@ def oss_arguments(
                 f"set transport='fsspec'"
             )
     endpoint = oss_endpoint(bucket, options, environment)
-    url = endpoint.s3_url(bucket)
+    url = endpoint.url if endpoint.is_address else endpoint.bucket_url(bucket)
     return {
         # obstore reads AWS_* too. These settings override all of them that matter.
         "config": {
@@ -171,13 +166,45 @@ def oss_arguments(
 
 
 class OssStore(ObstoreStore):
-    """One bucket, by obstore's S3 client at OSS's S3-compatible endpoint."""
+    """One bucket, by obstore. headers: sent with all requests."""
 
-    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+    def __init__(
+        self,
+        scheme: str,
+        root: str,
+        config: StorageConfig,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(scheme, root, config)
+        self._headers = dict(headers or {})
         self._credentials = OssCredentials.from_options(root, config.storage_options)
         self._client_key: OssKey | None = None
         """The key that the open client uses."""
+
+    @cached_property
+    def _creating(self) -> OssStore:
+        """The same bucket by a client that replaces no object: obstore has no headers for one request."""
+        headers = {_FORBID_OVERWRITE: "true"}
+        return OssStore(self.scheme, self.root, self._config, headers)
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str = ""
+    ) -> bool:
+        """OSS has a condition for new objects only, and ignores it in buckets with versioning."""
+        if not if_absent:
+            return super().put(key, data, if_match=if_match)
+        self._check_key(key)
+
+        def attempt(client: Any) -> bool:
+            try:
+                client.put(key, bytes(data), use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError as error:
+                if _ALREADY_EXISTS not in str(error):
+                    raise
+                return False
+            return True
+
+        return self._creating._call(key, attempt)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
@@ -198,6 +225,7 @@ class OssStore(ObstoreStore):
 
     def _s3_arguments(self) -> dict[str, Any]:
         arguments = oss_arguments(self.root, self._config, os.environ)
+        arguments["client_options"]["default_headers"] = self._headers
         if self._credentials is not None:
             # Raise our error for missing credentials here, not within obstore.
             self._credentials.current()
@@ -244,3 +272,94 @@ class OssStore(ObstoreStore):
                 self.url(key), "OSS answers a range that reaches past the end with the whole object"
             )
         return super()._error(key, error)
+
+
+class OssS3fsStore(FsspecStore):
+    """One bucket, by s3fs: for transport='fsspec', and in forked processes that cannot use obstore."""
+
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        super().__init__(scheme, root, config)
+        self._credentials = OssCredentials.from_options(root, config.storage_options)
+
+    def _driver_options(self) -> dict[str, Any]:
+        """Arguments for s3fs."""
+        endpoint = oss_endpoint(self.root, self._config.storage_options, os.environ)
+        if self._credentials is not None:
+            # Raise our error for missing credentials here, not within s3fs.
+            self._credentials.current()
+        client_kwargs = self._config.storage_options.get("client_kwargs") or {}
+        return {
+            "anon": self._credentials is None,
+            "session": _session(self._credentials),
+            "endpoint_url": endpoint.url,
+            "client_kwargs": {
+                "region_name": endpoint.region or _DEFAULT_REGION,
+                "verify": client_kwargs.get("verify"),
+            },
+            "config_kwargs": {
+                "s3": {"addressing_style": "path" if endpoint.is_address else "virtual"},
+                # OSS takes no bodies in chunks, in which botocore sends checksums.
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+                "use_dualstack_endpoint": False,
+                "use_fips_endpoint": False,
+            },
+        }
+
+    def _renewal(self) -> Callable[[], bool] | None:
+        credentials = self._credentials
+        if credentials is None:
+            return None
+        # s3fs asks for the key at every request.
+        used = credentials.current()
+        return lambda: credentials.renew(used)
+
+
+def _session(credentials: OssCredentials | None) -> Any:
+    """aiobotocore's session for OSS. It reads no settings and profiles of AWS."""
+    from aiobotocore.credentials import AioCredentials
+    from aiobotocore.session import AioSession
+    from botocore.credentials import ReadOnlyCredentials
+
+    class Keys(AioCredentials):  # type: ignore[misc]
+        """The current key, for every request."""
+
+        async def get_frozen_credentials(self) -> Any:
+            assert credentials is not None
+            key = credentials.current()
+            return ReadOnlyCredentials(key.access_key_id, key.access_key_secret, key.token or None)
+
+    class Session(AioSession):  # type: ignore[misc]
+        async def get_credentials(self) -> Any:
+            return Keys("", "")
+
+    unset = (None, None, None, None)
+    no_file = (None, None, os.devnull, None)
+    session = Session(
+        session_vars={
+            "ca_bundle": unset,
+            "profile": unset,
+            "config_file": no_file,
+            "credentials_file": no_file,
+        }
+    )
+    session.register("before-call.s3", _ask_oss)
+    session.register("after-call.s3", _hear_oss)
+    return session
+
+
+def _ask_oss(model: Any, params: Mapping[str, Any], **_: Any) -> None:
+    """Give a request of botocore the headers of OSS."""
+    headers = params["headers"]
+    if model.name == "GetObject":
+        # Without it, a range past the end is answered with the whole object.
+        headers["x-oss-range-behavior"] = "standard"
+    if headers.pop("If-None-Match", None):
+        headers[_FORBID_OVERWRITE] = "true"
+
+
+def _hear_oss(parsed: Mapping[str, Any], **_: Any) -> None:
+    """Give OSS's error for an object that exists the name that s3fs knows."""
+    error = parsed.get("Error", {})
+    if error.get("Code") == _ALREADY_EXISTS:
+        error |= {"Code": "PreconditionFailed", "Condition": "If-None-Match"}

@@ -202,7 +202,7 @@ def _time_of(value: Any, where: str) -> datetime | None:
 
 
 def _call_provider(provider: Any) -> Any:
-    """The answer of a function, or of a provider of oss2 or alibabacloud_credentials."""
+    """The answer of a function, or of a provider of Alibaba's SDKs."""
     for name in ("get_credentials", "get_credential"):
         method = getattr(provider, name, None)
         if callable(method):

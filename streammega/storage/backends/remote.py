@@ -115,10 +115,7 @@ class RemoteStore(Store):
             if path == remembered:
                 times += 1
                 if times == MAX_TIMES_LISTED:
-                    raise StorageError(
-                        f"{self.url(path)}: the server lists this again and again, and ignores where to go on "
-                        f"(continuation-token); name the objects one by one"
-                    )
+                    raise repeats_itself(self.url(path))
             if not count & (count - 1):
                 remembered = path
                 times = 1
@@ -264,6 +261,14 @@ def _keep_clients() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_clients)
+
+
+def repeats_itself(url: str) -> StorageError:
+    """The error for a server that gives the same entries of a listing again and again."""
+    return StorageError(
+        f"{url}: the server lists this again and again, and ignores where to go on "
+        f"(continuation-token); name the objects one by one"
+    )
 
 
 def part_bytes(sent: int) -> int:

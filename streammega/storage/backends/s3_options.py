@@ -41,6 +41,23 @@ S3_OPTIONS = frozenset(
         "username",
     )
 )
+OSS_OPTIONS = frozenset(
+    (
+        "anon",
+        "client_kwargs",
+        "credentials_file",
+        "credentials_provider",
+        "default_block_size",
+        "default_cache_type",
+        "endpoint",
+        "endpoint_url",
+        "key",
+        "region",
+        "secret",
+        "token",
+        "use_listings_cache",
+    )
+)
 CLIENT_KWARGS = frozenset(("endpoint_url", "region_name", "verify"))
 
 
