@@ -372,14 +372,11 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     """The file is renewed by somebody else, as agents do; the server refuses the former key from
     then on.
     """
-    first, second = (
+    first, second, third = (
         {"AccessKeyId": f"STS.{n}", "AccessKeySecret": f"secret-{n}", "SecurityToken": f"token-{n}"}
-        for n in (1, 2)
+        for n in (1, 2, 3)
     )
-    known = {
-        "STS.1": {"secret": "secret-1", "token": "token-1"},
-        "STS.2": {"secret": "secret-2", "token": "token-2"},
-    }
+    known = {f"STS.{n}": {"secret": f"secret-{n}", "token": f"token-{n}"} for n in (1, 2, 3)}
     path = tmp_path / "sts.json"
     path.write_text(json.dumps(first))
     oss.know(**known)
@@ -397,7 +394,11 @@ def test_temporary_credentials_that_expire_are_replaced_while_reading(
     assert [bytes(part) for part in got] == [b"abc", b"bcd"[:3], b"cde", b"def"]
     assert store.info(key).size == 6
     assert [item.size for item in store.list("key" if transport == "obstore" else key)] == [6]
+    known["STS.2"]["expires"] = time.time() - 1  # type: ignore[assignment]
+    oss.know(**known)
+    path.write_text(json.dumps(third))
     put(store, key, b"abc")
+    assert store.info(key).size == 3
 
 
 @pytest.mark.guarantee("credentials-expire-read")

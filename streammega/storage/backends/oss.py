@@ -21,7 +21,7 @@ from streammega.errors import ConfigError, ShortReadError, StreammegaError
 from streammega.errors.cached_property import cached_property
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.obstore import ObstoreStore
-from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
+from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.backends.s3_options import (
     CREDENTIALS_LAST,
     OSS_OPTIONS,
@@ -178,8 +178,6 @@ class OssStore(ObstoreStore):
         super().__init__(scheme, root, config)
         self._headers = dict(headers or {})
         self._credentials = OssCredentials.from_options(root, config.storage_options)
-        self._client_key: OssKey | None = None
-        """The key that the open client uses."""
 
     @cached_property
     def _creating(self) -> OssStore:
@@ -235,7 +233,7 @@ class OssStore(ObstoreStore):
     def _provide(self) -> dict[str, Any]:
         """The current key, in the form of obstore."""
         assert self._credentials is not None
-        key = self._client_key = self._credentials.current()
+        key = self._credentials.current()
         soon = datetime.now(UTC) + CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
@@ -245,21 +243,17 @@ class OssStore(ObstoreStore):
         }
 
     def _renewal(self) -> Callable[[], bool] | None:
-        credentials = self._credentials
-        if credentials is None:
+        credentials, client = self._credentials, self._opened
+        if credentials is None or credentials.is_fixed:
             return None
-        # Noted before the request. The client may get a newer key until then, but not an older one.
-        used = self._client_key or credentials.current()
+        used = credentials.current()
 
         def renew() -> bool:
-            if not credentials.renew(used):
-                return False
+            credentials.renew(used)
             with self._lock:
-                # Otherwise another thread has opened a new client.
-                if self._client_key in (None, used):
-                    # A client keeps a key until it expires.
+                # A client keeps a key for minutes. Another thread may have opened a new one.
+                if self._opened is client:
                     self._opened = None
-                    self._client_key = None
             return True
 
         return renew
@@ -308,7 +302,7 @@ class OssS3fsStore(FsspecStore):
 
     def _renewal(self) -> Callable[[], bool] | None:
         credentials = self._credentials
-        if credentials is None:
+        if credentials is None or credentials.is_fixed:
             return None
         # s3fs asks for the key at every request.
         used = credentials.current()

@@ -57,9 +57,13 @@ class OssKey:
 
 
 class OssCredentials:
-    """A key in use, and how to read it again. May be used from several threads."""
+    """A key in use, and how to read it again. May be used from several threads.
 
-    def __init__(self, read: Callable[[], OssKey]) -> None:
+    is_fixed: whether it is always the same one.
+    """
+
+    def __init__(self, read: Callable[[], OssKey], *, is_fixed: bool = False) -> None:
+        self.is_fixed = is_fixed
         self._read = read
         self._lock = process_lock()
         self._key: OssKey | None = None
@@ -89,7 +93,7 @@ class OssCredentials:
         name = chosen[0]
         source = options[name]
         if name == "key":
-            return cls(lambda: key_of(options, "storage_options"))
+            return cls(lambda: key_of(options, "storage_options"), is_fixed=True)
         if name == "credentials_provider":
             return cls(lambda: key_of(_call_provider(source), name))
         return cls(lambda: key_of(_load_json(lambda: open(source, "rb"), source), source))
