@@ -212,7 +212,7 @@ class BucketStore(WrapperStore):
         assert isinstance(self._inner, RemoteStore)
         scheme, root, config = self._inner.arguments
         known = SCHEMES[scheme]
-        if config.transport == "obstore" or not known.takes_forks:
+        if not known.takes_forks:
             raise ConfigError(
                 f"{self._inner.url('')}: this process was forked from one that had used obstore, which "
                 f"no fork survives; start workers by multiprocessing_context='spawn' or 'forkserver', "

@@ -146,17 +146,6 @@ def test_what_fsspec_reads_by_other_options_says_in_a_child_how_to_start_workers
 
 
 @pytest.mark.guarantee("forked-processes-read")
-@pytest.mark.usefixtures("in_a_fork")
-def test_a_child_that_must_read_by_obstore_is_told_that_it_cannot(objects: Running) -> None:
-    options = objects.storage_options
-    store, key = open_store(
-        "s3://data/key", StorageConfig(transport="obstore", storage_options=options)
-    )
-    with pytest.raises(ConfigError, match=r"s3://data/.*'spawn' or 'forkserver'"):
-        store.read(key, [(5, 8)])
-
-
-@pytest.mark.guarantee("forked-processes-read")
 def test_locks_that_a_thread_of_the_parent_holds_are_free_in_the_child() -> None:
     lock = process_lock()
     held = threading.Event()

@@ -431,7 +431,7 @@ def _read_in_child(url: str, config: StorageConfig, answers: Any) -> None:
 def test_children_of_a_process_that_has_read_read_too(
     oss: Oss, transport: Any, method: str
 ) -> None:
-    """A forked child uses a copy of obstore of its own."""
+    """A forked child by s3fs."""
     store, key = opened(oss, transport, "key")
     put(store, key, b"0123456789")
     context: Any = multiprocessing.get_context(method)
