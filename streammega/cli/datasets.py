@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -188,10 +187,6 @@ def cache_verify(folder: CacheFolder, as_json: AsJson = False) -> None:
                 damaged.append({"page": page, "file": str(path), "object": entry.url})
                 if not as_json:
                     print_text(f"{path}: page {page} is damaged ({in_one_line(entry.url)})")
-        progress.begin("counting")
-        # the cache may belong to another user, who alone may write there
-        with contextlib.suppress(OSError):
-            page_cache.recount(chunks)
     summary = f"{pluralize(pages, 'page')}, {len(damaged):,} damaged"
     report = {"pages": pages, "damaged": damaged} if as_json else {}
     show_report(report, summary=summary, as_json=as_json)

@@ -107,7 +107,6 @@ def plan_reading(
             cache_folder(storage),
             storage.cache_max_bytes,
             storage.tuning.cache_chunk_bytes,
-            storage.request_timeout,
         )
         files = [_cached(file, cache) for file in files]
     elif storage.cache_dir is not None and not all(file.store.is_local for file in files):

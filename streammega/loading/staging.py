@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 THREADS = 4
 """Background threads. Many more range reads at once serve the samples that are needed now."""
+POSTPONE_SECONDS = 0.2
+"""Seconds until a thread looks again at a part that another stager is fetching."""
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Bytes [low, high) of a file, within a chunk of the cache."""
 
     file: TokenFile
@@ -42,8 +43,8 @@ class _Part:
 class Stager:
     """Threads that read files into the cache from beginning to end, part by part.
 
-    Readers on one node share the work. A stager postpones a part that another reader is fetching,
-    and checks it again at the end.
+    Stagers of one node share the work: each postpones a part that another one is fetching, and checks
+    it again at the end.
     """
 
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
@@ -63,31 +64,26 @@ class Stager:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            part = self._next()
+            with self._lock:
+                part = next(self._parts, None)
+                is_new = part is not None
+                if part is None and self._postponed:
+                    part = self._postponed.popleft()
             if part is None:
                 return
             try:
-                self._policy.call(partial(self._stage, part), self._closed)
+                is_done = self._policy.call(partial(self._stage, part), self._closed)
             except Cancelled:
                 return
             except StorageError as error:
                 log.info("staging stopped, what is needed is read directly: %s", error)
                 return
-
-    def _next(self) -> _Part | None:
-        """The next part that no other reader is fetching; after the last, the postponed parts."""
-        with self._lock:
-            for part in self._parts:
-                if self._closed.is_set():
-                    return None
-                if not part.store.cached.is_fetched_elsewhere(part.low, part.high):
-                    return part
+            if not is_done:
                 self._postponed.append(part)
-            return self._postponed.popleft() if self._postponed else None
+                self._closed.wait(0 if is_new else POSTPONE_SECONDS)
 
-    def _stage(self, part: _Part) -> None:
-        if self._closed.is_set():
-            return
+    def _stage(self, part: _Part) -> bool:
+        """Fetch and keep a part; False if another stager is fetching it."""
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
             """Read a part from the object and count its bytes."""
@@ -96,7 +92,7 @@ class Stager:
             with self._lock:
                 self.staged_bytes += stop - start
 
-        part.store.cached.prefetch(part.low, part.high, fetch, self._closed.is_set)
+        return part.store.cached.prefetch(part.low, part.high, fetch)
 
     def close(self) -> None:
         """Stop after the parts that are being fetched, but wait only briefly for them."""

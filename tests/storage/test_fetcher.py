@@ -153,9 +153,9 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         stores.append(DerivedStore(local, info, read_frames(local, info)))
     sizes = []
 
-    def noting(job: list[RangeRequest], *, past_cache: bool) -> None:
+    def noting(job: list[RangeRequest]) -> None:
         sizes.append(len(job))
-        send(job, past_cache=past_cache)
+        send(job)
 
     monkeypatch.setattr(fetcher, "send", noting)
 

@@ -1,5 +1,5 @@
-"""The page cache: each byte is fetched once for a node, nothing is believed that was not written
-whole.
+"""The page cache: what one process of a node has fetched, all use; nothing is believed that was not
+written whole.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,32 +231,85 @@ def _read_all(folder: str, log_file: str, seed: int) -> None:
             assert (out == data[start:stop]).all()
 
     starts = rng.permutation(np.arange(0, len(data), 100_000)).tolist()
-    threads = [threading.Thread(target=work, args=(starts[n::3],)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, [starts[n::3] for n in range(3)]))
 
 
 @pytest.mark.guarantee("cache-local-disk")
-def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> None:
+def test_processes_and_threads_that_share_a_cache_keep_each_page_for_all(tmp_path: Path) -> None:
+    """Some pages are fetched by several of them at once. Whoever comes later fetches nothing."""
+    log_file = tmp_path / "log"
+    context = multiprocessing.get_context("forkserver")
+
+    def run(seeds: Sequence[int]) -> None:
+        processes = [
+            context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed))
+            for seed in seeds
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+
+    run(range(3))
+    text = log_file.read_text()
+    pages = {
+        page
+        for line in text.splitlines()
+        for page in range(int(line.split()[0]) // PAGE_BYTES, int(line.split()[1]) // PAGE_BYTES)
+    }
+    assert pages == set(range(40))
+    run(range(3, 6))
+    assert log_file.read_text() == text
+    for entry in page_cache.entries(tmp_path / "cache" / "chunks"):
+        assert (entry.cached_bytes, page_cache.damaged_pages(entry)) == (40 * PAGE_BYTES, [])
+
+
+def _read_own_blocks(folder: str, log_file: str, rank: int) -> None:
+    """Read every eighth block, as a rank that owns its lanes does, from threads."""
+    data = data_of(256 * BLOCK_BYTES)
+
+    def fetch(start: int, stop: int, out: Bytes) -> None:
+        time.sleep(0.02)
+        out[:] = data[start:stop]
+        with open(log_file, "a") as file:
+            file.write(f"{stop - start}\n")
+
+    cached = open_cached(PageCache(folder, 1 << 30, CHUNK), "s3://b/k", "e", len(data))
+    assert cached is not None
+
+    def work(block: int) -> None:
+        # Of an odd place: blocks begin and end within pages.
+        start = max(0, block * BLOCK_BYTES - 1000)
+        stop = (block + 1) * BLOCK_BYTES - 1000
+        out = np.empty(stop - start, np.uint8)
+        cached.read(start, stop, out, fetch)
+        assert (out == data[start:stop]).all()
+
+    blocks = np.random.default_rng(0).permutation(256)[rank::8].tolist()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, blocks))
+
+
+@pytest.mark.guarantee("cache-local-disk")
+def test_eight_ranks_that_own_their_blocks_fetch_little_twice(tmp_path: Path) -> None:
+    """Without waiting for each other: at most a page for each block, and that only at one moment."""
     log_file = tmp_path / "log"
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed))
-        for seed in range(3)
+        context.Process(
+            target=_read_own_blocks, args=(str(tmp_path / "cache"), str(log_file), rank)
+        )
+        for rank in range(8)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    pages = [
-        page
-        for line in log_file.read_text().splitlines()
-        for page in range(int(line.split()[0]) // PAGE_BYTES, int(line.split()[1]) // PAGE_BYTES)
-    ]
-    assert sorted(pages) == list(range(40))
+    fetched = sum(int(line) for line in log_file.read_text().splitlines())
+    assert fetched < 1.05 * 256 * BLOCK_BYTES
 
 
 @pytest.mark.guarantee("nothing-use-evicted")

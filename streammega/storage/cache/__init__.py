@@ -1,6 +1,6 @@
 """What was fetched, kept on a local disk for all processes and runs of a node.
 
-`chunk_file`: one file, mapped, with checksums and locks. `cache_folder`: how much of the disk is
+`chunk_file`: one file, mapped, with checksums. `cache_folder`: how much of the disk is
 taken, what is evicted, and what the command line shows. `page_cache`: reading through the pages of
 an object, and a store that does so.
 """
@@ -11,7 +11,6 @@ from streammega.storage.cache.cache_folder import (
     clear,
     damaged_pages,
     entries,
-    recount,
 )
 from streammega.storage.cache.chunk_file import PAGE_BYTES
 from streammega.storage.cache.page_cache import CachedObject, CachedStore, open_cached
@@ -26,5 +25,4 @@ __all__ = [
     "damaged_pages",
     "entries",
     "open_cached",
-    "recount",
 ]

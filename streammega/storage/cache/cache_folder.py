@@ -21,13 +21,12 @@ import logging
 import os
 import re
 import stat
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -66,23 +65,13 @@ DISK_SHARE = 0.01
 SMALL_DISK_SHARE = 0.1
 """On a small disk it leaves at most this share free."""
 LOCK_TIMEOUT = 1.0
-"""Seconds to wait for another process that makes or removes a chunk."""
-BUSY_SECONDS = 5.0
-"""Seconds without new chunks after that timeout: the other process may have been stopped."""
-FIRST_PAUSE = 0.001
-MAX_PAUSE = 0.02
-_DISK_FULL = "the disk is nearly full; what is not cached yet is read without the cache"
+"""Seconds to wait for another process that makes or removes a chunk: it may have been stopped."""
+LOCK_PAUSE = 0.005
+NOTE_BYTES = 8
+"""Bytes of the number in `lock`; its checksum has as many."""
 FULL_SECONDS = 30.0
-"""Seconds without new chunks after nothing could be evicted."""
-MAX_COUNT_AGE = 3600.0
-"""Seconds after which a full cache counts its bytes again."""
-PAGE_TIMEOUT = 60.0
-"""Seconds to wait for a page that another process fetches."""
-LATE_TIMEOUT = 1.0
-"""Seconds to wait after one such timeout: a stopped process may have locked hundreds of pages."""
-_RECORD = struct.Struct("<8sQd")
-"""The content of `lock`: the magic, the bytes of all chunk files, and when they were counted."""
-_MAGIC = b"SMTOTAL\n"
+"""Seconds without new chunks after nothing could be evicted, or the lock was not got."""
+_DISK_FULL = "the disk is nearly full; what is not cached yet is read without the cache"
 _trusted: set[Path] = set()
 """Folders that `check_owner` of this process found to be there and trusted."""
 
@@ -117,10 +106,6 @@ def check_owner(folder: Path) -> None:
         _trusted.add(folder)
 
 
-class LockedError(OSError):
-    """Another process held the lock of a cache folder for too long."""
-
-
 class PageCache:
     """The page cache in a folder, as this process uses it. Safe for threads and processes.
 
@@ -130,36 +115,27 @@ class PageCache:
         folder: `cache_dir`; made when it is not there.
         max_bytes: bytes that all chunks may take.
         chunk_bytes: bytes of an object in one file.
-        timeout: seconds to wait for a page that another process fetches.
 
     Raises CacheError as `check_owner` does.
     """
 
-    def __init__(
-        self, folder: str | Path, max_bytes: int, chunk_bytes: int, timeout: float = PAGE_TIMEOUT
-    ) -> None:
+    def __init__(self, folder: str | Path, max_bytes: int, chunk_bytes: int) -> None:
         self.folder = Path(folder) / "chunks"
         check_owner(self.folder.absolute())
         self.max_bytes = max_bytes
         self.chunk_bytes = whole_pages(chunk_bytes)
         self.usable = True
-        self.page_timeout = timeout
         self._full_until = 0.0
         self._disk_full_until = 0.0
-        self._evictable: deque[tuple[float, str]] = deque()  # by the time of last use
-
-    def on_timeout(self, url: str) -> None:
-        """Another process did not fetch its pages in time: from now on the wait is short."""
-        self._warn(
-            f"another process has locked pages of {url} for over {self.page_timeout:g} s; this "
-            f"process downloads them as well"
-        )
-        self.page_timeout = min(self.page_timeout, LATE_TIMEOUT)
+        self._evictable: deque[KeptObject] = deque()  # by the time of last use
 
     def on_error(self, error: OSError) -> None:
         """Go on after an error of the disk, without the cache unless the error passes."""
         if error.errno in (errno.ENOENT, errno.ESTALE):
             log.debug("%s: %s: was removed meanwhile", self.folder, error.filename)
+        elif isinstance(error, TimeoutError):
+            self._full_until = time.monotonic() + FULL_SECONDS
+            self._warn(f"{error.strerror}; new data is read without the cache meanwhile")
         elif error.errno in TOO_MANY_ERRNOS:
             self._warn(f"{fd_limit_message()}; what needs a file of the cache is read without it")
         elif error.errno == errno.ENOMEM:
@@ -202,49 +178,35 @@ class PageCache:
         """
         if time.monotonic() < self._full_until:
             return False
-        try:
-            if self._try_reserve(path, size, description):
-                return True
-            self._evictable = deque(sorted(unused_objects(self.folder)))
-            if self._try_reserve(path, size, description):
-                return True
-            self._full_until = time.monotonic() + FULL_SECONDS
-        except LockedError:
-            self._warn(
-                "another process has locked the cache for a while; new data is read without the "
-                "cache meanwhile"
-            )
-            self._full_until = time.monotonic() + BUSY_SECONDS
-        return False
-
-    def _try_reserve(self, path: Path, size: int, description: dict[str, Any]) -> bool:
+        new_bytes = file_bytes(size)
         with _locked(self.folder) as lock:
-            new_bytes = file_bytes(size)
-            old_bytes = 0
             with contextlib.suppress(FileNotFoundError):
-                old_bytes = os.stat(path, follow_symlinks=False).st_size
-            if old_bytes == new_bytes:
-                return True  # another process made it
-            total, counted_at = _read_total(self.folder, lock)
-            is_full = not self._fits(total, new_bytes) and not self._evictable
-            if is_full and abs(time.time() - counted_at) > MAX_COUNT_AGE:
-                total, counted_at = _count(self.folder)
-            while self._evictable and not self._fits(total, new_bytes):
-                last_used, folder = self._evictable.popleft()
-                if last_use(folder) == last_used:
-                    total -= _remove_object(Path(folder))
-            fits = self._fits(total, new_bytes)
+                if os.stat(path, follow_symlinks=False).st_size == new_bytes:
+                    return True  # another process made it
+            total = _read_total(self.folder, lock)
+            has_listed = False
+            while not (fits := self._fits(total + new_bytes, new_bytes)):
+                if self._evictable:
+                    total -= _evict(self._evictable.popleft())
+                elif has_listed:
+                    break
+                else:
+                    objects = kept_objects(self.folder)
+                    total = sum(kept.chunk_bytes for kept in objects)
+                    self._evictable.extend(kept for kept in objects if not is_in_use(kept.used))
+                    has_listed = True
             # Written after others were removed and before the chunk is made: a process that is killed
             # between leaves a number that is too high, never one that is too low.
-            total += new_bytes - old_bytes if fits else 0
-            _write_total(lock, total, counted_at)
+            _write_total(lock, total + new_bytes if fits else total)
             if fits:
                 _describe(path.parent, description)
                 make_chunk(path, size)
+            else:
+                self._full_until = time.monotonic() + FULL_SECONDS
             return fits
 
-    def _fits(self, total: int, size: int) -> bool:
-        return total + size <= self.max_bytes and _spare_bytes(self.folder) >= size
+    def _fits(self, total: int, new_bytes: int) -> bool:
+        return total <= self.max_bytes and _spare_bytes(self.folder) >= new_bytes
 
     def _warn(self, text: str) -> None:
         warn_once(log, f"{self.folder}: {text}", "%s: %s", self.folder, text)
@@ -288,10 +250,26 @@ def is_in_use(last_used: float) -> bool:
     return abs(time.time() - last_used) < GRACE
 
 
-def unused_objects(folder: Path) -> list[tuple[float, str]]:
-    """(time of last use, folder) of the objects that are not in use."""
-    uses = [(last_use(path), path) for path in object_folders(folder)]
-    return [(last_used, path) for last_used, path in uses if not is_in_use(last_used)]
+class KeptObject(NamedTuple):
+    """An object in the folder: when it was used last, and the bytes of its chunk files."""
+
+    used: float
+    folder: str
+    chunk_bytes: int
+
+
+def kept_objects(folder: Path) -> list[KeptObject]:
+    """All objects, of other layouts too, the longest unused first."""
+    objects = []
+    for path in object_folders(folder):
+        size = 0
+        with contextlib.suppress(OSError), os.scandir(path) as files:
+            for file in files:
+                if file.name.endswith(".data"):
+                    with contextlib.suppress(FileNotFoundError):
+                        size += file.stat(follow_symlinks=False).st_size
+        objects.append(KeptObject(last_use(path), path, size))
+    return sorted(objects)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,26 +343,15 @@ def clear(folder: Path, progress: ProgressObserver | None = None) -> tuple[int, 
     Returns (removed, kept). progress: receives objects that were removed. Raises OSError.
     """
     progress = progress or ProgressObserver()
-    count = len(object_folders(folder))
-    removed = 0
-    unused = unused_objects(folder)
+    objects = kept_objects(folder)
+    unused = [kept for kept in objects if not is_in_use(kept.used)]
     progress.begin("removing", len(unused), " objects")
-    for last_used, object_folder in unused:
-        with contextlib.suppress(LockedError), _locked(folder) as lock:
-            if last_use(object_folder) == last_used:
-                total, counted_at = _read_total(folder, lock)
-                _write_total(lock, total - _remove_object(Path(object_folder)), counted_at)
-                removed += 1
+    for kept in unused:
+        with _locked(folder) as lock:
+            _write_total(lock, _read_total(folder, lock) - _evict(kept))
         progress.advance(1)
-    return removed, count - removed
-
-
-def recount(folder: Path) -> int:
-    """Count and note the bytes of all chunk files. Raises OSError."""
-    with _locked(folder) as lock:
-        total, counted_at = _count(folder)
-        _write_total(lock, total, counted_at)
-        return total
+    remaining = sum(os.path.isdir(kept.folder) for kept in objects)
+    return len(objects) - remaining, remaining
 
 
 def _tables(
@@ -412,20 +379,22 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
         (folder / "used").touch()
 
 
-def _remove_object(folder: Path) -> int:
-    """Remove an object's folder; returns the bytes of the chunks that were removed.
+def _evict(kept: KeptObject) -> int:
+    """Remove an object unless it was used meanwhile; returns the bytes of chunks that were removed.
 
     Processes that have mapped them go on reading what is mapped.
     """
     freed = 0
-    # The description last: after a kill, chunks that are left still have one.
-    for path in sorted(folder.glob("*"), key=lambda path: path.suffix != ".data"):
-        with contextlib.suppress(OSError):
-            size = path.lstat().st_size if path.suffix == ".data" else 0
-            path.unlink()
-            freed += size
+    if last_use(kept.folder) != kept.used:
+        return freed
     with contextlib.suppress(OSError):
-        folder.rmdir()
+        # The description last: after a kill, chunks that are left still have one.
+        for name in sorted(os.listdir(kept.folder), key=lambda name: not name.endswith(".data")):
+            path = f"{kept.folder}/{name}"
+            size = os.lstat(path).st_size if name.endswith(".data") else 0
+            os.unlink(path)
+            freed += size
+        os.rmdir(kept.folder)
     return freed
 
 
@@ -436,7 +405,6 @@ def _locked(folder: Path) -> Iterator[int]:
     The lock belongs to this opening of the file, so it keeps out other threads as well as processes.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
-    pause = FIRST_PAUSE
     path = folder / "lock"
     try:
         descriptor = os.open(path, os.O_RDWR | OPEN_FLAGS)
@@ -448,33 +416,25 @@ def _locked(folder: Path) -> Iterator[int]:
         # A call that waits in the kernel could not end at the deadline.
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
-                raise LockedError(f"{folder}: another process holds its lock")
-            time.sleep(pause)
-            pause = min(2 * pause, MAX_PAUSE)
+                text = "another process has locked the cache for a while"
+                raise TimeoutError(errno.ETIMEDOUT, text, str(path))
+            time.sleep(LOCK_PAUSE)
         yield descriptor
     finally:
         unlock(descriptor)  # closes the descriptor too, also if the lock was not got
 
 
-def _read_total(folder: Path, lock: int) -> tuple[int, float]:
-    """(bytes of all chunk files, when they were counted); counted now if the note is damaged."""
-    data = os.pread(lock, _RECORD.size + 8, 0)
-    record = data[: _RECORD.size]
-    if len(data) == _RECORD.size + 8 and data[_RECORD.size :] == xxhash.xxh3_64_digest(record):
-        magic, total, counted_at = _RECORD.unpack(record)
-        if magic == _MAGIC:
-            return total, counted_at
-    return _count(folder)
+def _read_total(folder: Path, lock: int) -> int:
+    """The bytes of all chunk files, as noted; counted if the note is damaged."""
+    record = os.pread(lock, 2 * NOTE_BYTES + 1, 0)
+    if record[NOTE_BYTES:] == xxhash.xxh3_64_digest(record[:NOTE_BYTES]):
+        return int.from_bytes(record[:NOTE_BYTES], "little")
+    return sum(kept.chunk_bytes for kept in kept_objects(folder))
 
 
-def _write_total(lock: int, total: int, counted_at: float) -> None:
-    record = _RECORD.pack(_MAGIC, max(0, total), counted_at)
-    os.pwrite(lock, record + xxhash.xxh3_64_digest(record), 0)
-
-
-def _count(folder: Path) -> tuple[int, float]:
-    total = sum(path.lstat().st_size for path in folder.glob("*-*/*.data"))
-    return total, time.time()
+def _write_total(lock: int, total: int) -> None:
+    note = max(0, total).to_bytes(NOTE_BYTES, "little")
+    os.pwrite(lock, note + xxhash.xxh3_64_digest(note), 0)
 
 
 def _spare_bytes(folder: Path) -> int:

@@ -1,8 +1,8 @@
 """One file of the page cache: the bytes of a chunk of an object, then a checksum of each page.
 
 A checksum is written after its page, and 0 means that the page is not there. So a writer that is
-killed leaves no page that counts. A process that fetches pages locks their bytes in the file. The
-kernel ends such a lock with its process.
+killed leaves no page that counts. Readers lock nothing: two that miss a page both fetch it, and write
+the same bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ MAX_MAPPED = 32_000
 # A link or a pipe in place of a file is not ours: it is neither followed nor waited for.
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
-_locking: set[int] = set()
-"""Descriptors that hold locks in this process."""
 mapped: weakref.WeakSet[ChunkFile] = weakref.WeakSet()
 """Chunks that stay mapped in this process."""
 
@@ -104,16 +102,10 @@ class ChunkFile:
             return None
         return descriptor
 
-    def lock(self, descriptor: int, first: int, last: int) -> bool:
-        """Lock pages [first, last) until `unlock`; False if one of them is locked. Raises OSError."""
-        start = (first - self.first) * PAGE_BYTES
-        return try_lock(descriptor, start, (last - first) * PAGE_BYTES)
-
     def write(self, descriptor: int, page: int, data: Bytes) -> None:
         """Write pages from `page` on, then their checksums. Raises OSError.
 
-        The caller locks them first if it can; a second writer would write the same bytes. data:
-        whole pages; only the last one of the object may be short.
+        data: whole pages; only the last one of the object may be short.
         """
         number = page - self.first
         view = memoryview(data)  # type: ignore[arg-type]
@@ -210,26 +202,15 @@ def try_lock(descriptor: int, start: int = 0, length: int = 0) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         raise
-    _locking.add(descriptor)
     return True
 
 
 def unlock(descriptor: int) -> None:
-    """Release all locks of a descriptor and close it. Copies in forked children hold none then."""
-    if descriptor in _locking:
-        _locking.discard(descriptor)
-        with contextlib.suppress(OSError):
-            request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    """Release all locks of a descriptor and close it. Its copy in a forked child holds none then."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
     os.close(descriptor)
-
-
-def _close_in_child() -> None:
-    """In a forked child, close copies of descriptors that hold locks of the parent."""
-    for descriptor in list(_locking):
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _locking.clear()
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -242,6 +223,3 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     written = 0
     while written < len(view):
         written += os.pwrite(descriptor, view[written:], offset + written)
-
-
-os.register_at_fork(after_in_child=_close_in_child)

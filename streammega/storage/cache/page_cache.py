@@ -1,7 +1,8 @@
 """The cached pages of objects: read, fetched where they are missing, and kept.
 
-Each process compares the checksum of a page before the first use. One process of the node fetches a
-page, under a lock. The others wait for it, for a limited time.
+Each process compares the checksum of a page before the first use. Processes do not wait for each
+other: a page that two of them miss at the same moment is fetched by both, and they write the same
+bytes. Ranks own lanes, so that is rare (docs/reliability.md has figures).
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from streammega.errors import StorageError
 from streammega.storage.cache import chunk_file
 from streammega.storage.cache.cache_folder import PageCache, object_name, touch
 from streammega.storage.cache.chunk_file import (
@@ -25,6 +24,7 @@ from streammega.storage.cache.chunk_file import (
     ChunkFile,
     open_chunk,
     pages_of,
+    try_lock,
     unlock,
 )
 from streammega.storage.fork_lock import process_lock
@@ -36,26 +36,11 @@ TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""
 MIN_PAGED_BYTES = 2 * PAGE_BYTES
 """Smaller reads do not fetch whole pages: only their own bytes are fetched, and not kept."""
-FIRST_PAUSE = 0.005
-MAX_PAUSE = 0.05
-"""Seconds between two checks of a page that another thread or process fetches."""
-PAUSE_GROWTH = 1.5
 Fetch = Callable[[int, int, Bytes], None]
 """Reads bytes [start, stop) of the object itself into an array."""
-IsClosed = Callable[[], bool]
-"""Whether the bytes are not wanted any more."""
 _open_objects: weakref.WeakValueDictionary[str, CachedObject] = weakref.WeakValueDictionary()
 _lock = process_lock()
 _toucher_pid = 0
-
-
-def _never() -> bool:
-    return False
-
-
-class _Source(NamedTuple):
-    fetch: Fetch
-    is_closed: IsClosed
 
 
 class CachedObject:
@@ -69,7 +54,6 @@ class CachedObject:
 
     def __init__(self, cache: PageCache, name: str, url: str, etag: str, size: int) -> None:
         self.cache = cache
-        self.url = url
         self.size = size
         self.chunk_bytes = cache.chunk_bytes
         self.folder = cache.folder / name
@@ -79,21 +63,15 @@ class CachedObject:
         self._description = {"url": url, "etag": etag, "size": size, "chunk_bytes": chunk_bytes}
         self._chunks: dict[int, ChunkFile] = {}
         self._opening = process_lock()
-        self._fetched = threading.Condition(process_lock())
-        """Notified when a thread of this process ends to fetch pages."""
         touch(self.folder)
 
-    def read(
-        self, start: int, stop: int, out: Bytes, fetch: Fetch, is_closed: IsClosed = _never
-    ) -> int:
+    def read(self, start: int, stop: int, out: Bytes, fetch: Fetch) -> int:
         """Fill `out` with bytes [start, stop) from pages. Missing pages are read by `fetch` and kept.
         Returns the bytes that came from the cache.
 
-        Raises what `fetch` raises, and StorageError if `is_closed()` while it waits for pages that
-        another thread or process fetches.
+        Raises what `fetch` raises.
         """
         cached_bytes = 0
-        source = _Source(fetch, is_closed)
         for first, last in self._by_chunk(start, stop):
             low = max(start, first * PAGE_BYTES)
             high = min(stop, last * PAGE_BYTES)
@@ -101,7 +79,7 @@ class CachedObject:
             chunk = self._chunk(first)
             if chunk is not None:
                 present = self._count_present(chunk, first, last)
-                if present == last - first or self._fill(chunk, first, last, source):
+                if present == last - first or self._fill(chunk, first, last, fetch):
                     part[:] = chunk.part(low, high)
                     cached_bytes += present * PAGE_BYTES
                     continue
@@ -123,26 +101,27 @@ class CachedObject:
                 return False
         return True
 
-    def prefetch(self, start: int, stop: int, fetch: Fetch, is_closed: IsClosed = _never) -> None:
-        """Fetch and verify the missing pages of bytes [start, stop), as far as there is room."""
-        for first, last in self._by_chunk(start, stop):
-            chunk = self._chunk(first)
-            if chunk is not None:
-                self._fill(chunk, first, last, _Source(fetch, is_closed))
+    def prefetch(self, start: int, stop: int, fetch: Fetch) -> bool:
+        """Fetch and verify the missing pages of bytes [start, stop) of one chunk, if there is room.
 
-    def is_fetched_elsewhere(self, start: int, stop: int) -> bool:
-        """Whether another thread or process fetches pages of bytes [start, stop), which are in one
-        chunk.
+        False: another process or thread prefetches some of them at this moment.
         """
-        first = start // PAGE_BYTES
-        chunk = None if self.has(start, stop) else self._chunk(first, make=False)
-        descriptor = self._open(chunk) if chunk is not None else None
-        if chunk is None or descriptor is None:
-            return False
+        chunk = self._chunk(start // PAGE_BYTES)
+        if chunk is None or self.has(start, stop):
+            return True
+        descriptor = self._open(chunk)
+        if descriptor is None:
+            return True
         try:
-            return not self._lock(chunk, descriptor, first, pages_of(stop))
+            try:
+                if not try_lock(descriptor, start - chunk.first * PAGE_BYTES, stop - start):
+                    return False
+            except OSError as error:  # a file system without locks
+                self.cache.on_error(error)
+            self._fill(chunk, start // PAGE_BYTES, pages_of(stop), fetch)
         finally:
             unlock(descriptor)
+        return True
 
     def _by_chunk(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The pages [first, last) of bytes [start, stop), chunk by chunk."""
@@ -203,7 +182,7 @@ class CachedObject:
                 self.cache.on_error(error)
         return bool(is_sound)
 
-    def _fill(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
+    def _fill(self, chunk: ChunkFile, first: int, last: int, fetch: Fetch) -> bool:
         """Have all of pages [first, last) of a chunk; False if they cannot be kept."""
         page = first
         while page < last:
@@ -211,77 +190,37 @@ class CachedObject:
             if not self._is_present(chunk, page):
                 while end < last and not self._is_present(chunk, end):
                     end += 1
-                if not self._fetch_pages(chunk, page, end, source):
+                if not self._fetch_pages(chunk, page, end, fetch):
                     return False
             page = end
         return chunk.has(first, last)
 
-    def _fetch_pages(self, chunk: ChunkFile, first: int, last: int, source: _Source) -> bool:
-        """Fetch pages [first, last) under a lock, or wait for who fetches them; False if they cannot
-        be kept.
-        """
+    def _fetch_pages(self, chunk: ChunkFile, first: int, last: int, fetch: Fetch) -> bool:
+        """Fetch pages [first, last) and keep them; False, and no fetch, if they cannot be kept."""
         descriptor = self._open(chunk, (last - first) * PAGE_BYTES)
         if descriptor is None:
             return False
         try:
-            self._wait_for_lock(chunk, descriptor, first, last, source.is_closed)
-            # Another one, which had the lock before, may have fetched some or all of them.
-            missing = [page for page in range(first, last) if not self._is_present(chunk, page)]
-            if missing:
-                # By one request, although some pages between may be there.
-                start = missing[0] * PAGE_BYTES
-                stop = min((missing[-1] + 1) * PAGE_BYTES, self.size)
-                data = np.empty(stop - start, np.uint8)
-                source.fetch(start, stop, data)
-                try:
-                    chunk.write(descriptor, missing[0], data)
-                except OSError as error:
-                    self.cache.on_error(error)
+            start = first * PAGE_BYTES
+            stop = min(last * PAGE_BYTES, self.size)
+            data = np.empty(stop - start, np.uint8)
+            fetch(start, stop, data)
+            try:
+                chunk.write(descriptor, first, data)
+            except OSError as error:
+                self.cache.on_error(error)
         finally:
-            unlock(descriptor)
-            with self._fetched:
-                self._fetched.notify_all()
+            os.close(descriptor)
         return True
 
     def _open(self, chunk: ChunkFile, new_bytes: int = 0) -> int | None:
-        """A descriptor to lock pages of a chunk and write so many bytes; None if nothing can be
-        kept there.
-        """
+        """A descriptor to write so many bytes to a chunk; None if nothing can be kept there."""
         try:
             if not chunk.gone and self.cache.usable and self.cache.has_disk_space(new_bytes):
                 return chunk.open()
         except OSError as error:
             self.cache.on_error(error)
         return None
-
-    def _wait_for_lock(
-        self, chunk: ChunkFile, descriptor: int, first: int, last: int, is_closed: IsClosed
-    ) -> None:
-        """Return when pages are locked by this thread, are there, or after a timeout.
-
-        Fetching without the lock does no harm: two writers of a page write the same bytes.
-        """
-        deadline = time.monotonic() + self.cache.page_timeout
-        pause = FIRST_PAUSE
-        while not self._lock(chunk, descriptor, first, last):
-            if is_closed():
-                raise StorageError(f"{self.url}: was closed while another process was waited for")
-            with self._fetched:
-                self._fetched.wait(pause)
-            pause = min(PAUSE_GROWTH * pause, MAX_PAUSE)
-            if all(self._is_present(chunk, page) for page in range(first, last)):
-                return
-            if time.monotonic() > deadline:
-                self.cache.on_timeout(self.url)
-                return
-
-    def _lock(self, chunk: ChunkFile, descriptor: int, first: int, last: int) -> bool:
-        """Lock pages; False if another one has. True on a file system without locks."""
-        try:
-            return chunk.lock(descriptor, first, last)
-        except OSError as error:
-            self.cache.on_error(error)
-            return True
 
 
 def open_cached(cache: PageCache, url: str, etag: str, size: int) -> CachedObject | None:
@@ -330,7 +269,6 @@ class CachedStore(WrapperStore):
         self.hit_bytes = 0
         self.fetched_bytes = 0
         self._lock = process_lock()  # of both counts: threads of the fetcher add to them
-        self._closed = False
 
     def fetch_into(
         self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
@@ -345,26 +283,15 @@ class CachedStore(WrapperStore):
         missing_outs = []
         for (start, stop), out in zip(spans, outs, strict=True):
             if stop - start >= MIN_PAGED_BYTES or self.cached.contains(start, stop):
-                hits = self.cached.read(start, stop, out, fetch, lambda: self._closed)
+                hits = self.cached.read(start, stop, out, fetch)
                 self._count(hits, 0)
             else:
                 missing_spans.append((start, stop))
                 missing_outs.append(out)
         # Several small reads are one call of the transport.
         if missing_spans:
-            self.read_past_cache(key, missing_spans, missing_outs, etag)
-
-    def read_past_cache(
-        self, key: str, spans: Sequence[Span], outs: Iterable[Bytes], etag: str = ""
-    ) -> None:
-        """From the object itself, without waiting for pages that others fetch."""
-        self.inner.fetch_into(key, spans, outs, etag)
-        fetched = sum(stop - start for start, stop in spans)
-        self._count(0, fetched)
-
-    def close(self) -> None:
-        """End all waiting for pages that others fetch."""
-        self._closed = True
+            self.inner.fetch_into(key, missing_spans, missing_outs, etag)
+            self._count(0, sum(stop - start for start, stop in missing_spans))
 
     def _count(self, hits: int, fetched: int) -> None:
         with self._lock:

@@ -145,10 +145,6 @@ class Fetcher:
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
-            for request in self._in_flight.values():
-                # It may wait a minute for a page that another process fetches.
-                if isinstance(request.store, CachedStore):
-                    request.store.close()
         deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.tuning.read_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
@@ -320,7 +316,7 @@ class Fetcher:
         # Measured without the wait for the lock: that is no latency of the storage.
         began = time.monotonic()
         try:
-            send(batch, past_cache=bool(further_copies))
+            send(batch)
         except BaseException as caught:  # raised by `wait`, not in this thread
             error = caught
         finally:

@@ -193,23 +193,18 @@ class Counters:
     """Seconds of the latest answers: enough of them for a steady percentile."""
 
 
-def send(batch: list[RangeRequest], *, past_cache: bool) -> None:
+def send(batch: list[RangeRequest]) -> None:
     """Read the bytes of a batch into the buffers of its groups. Blocks, so it is called without a
     lock.
-
-    past_cache: do not wait for pages, which the first copy of a request may be fetching.
     """
     by_object = defaultdict(list)
     for request in batch:
         by_object[id(request.store), request.key, request.etag].append(request)
     for (_, key, etag), requests in by_object.items():
         store = requests[0].store
-        read = store.fetch_into
-        if past_cache and isinstance(store, CachedStore):
-            read = store.read_past_cache
         spans = [(request.start, request.stop) for request in requests]
         # an iterator: a buffer is taken when the answer is there
-        read(key, spans, (request.out for request in requests), etag)
+        store.fetch_into(key, spans, (request.out for request in requests), etag)
 
 
 def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> bool:
