@@ -191,6 +191,7 @@ def test_a_process_that_reached_its_limit_of_files_reads_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE)
+    np.testing.assert_array_equal(0, 0)  # numpy imports it now: later it can open no file
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with caplog.at_level(logging.WARNING):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

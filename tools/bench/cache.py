@@ -59,7 +59,7 @@ def measure(folder: Path, objects: int) -> list[float]:
     earlier = time.time() - cache_folder.GRACE - 10
     for used in cache.folder.glob("*/used"):
         os.utime(used, (earlier, earlier))
-    unused = milliseconds(lambda _: cache_folder.kept_objects(cache.folder), LISTS)
+    unused = milliseconds(lambda _: cache_folder.unused_objects(cache.folder), LISTS)
     full = PageCache(folder, (objects + CALLS) * file_bytes(SIZE), CHUNK_BYTES)
     read(full, 2 * objects)  # takes the list
     evict = milliseconds(lambda number: read(full, 2 * objects + 1 + number))

@@ -127,7 +127,7 @@ class PageCache:
         self.usable = True
         self._full_until = 0.0
         self._disk_full_until = 0.0
-        self._evictable: deque[KeptObject] = deque()  # by the time of last use
+        self._evictable: deque[UnusedObject] = deque()  # by the time of last use
 
     def on_error(self, error: OSError) -> None:
         """Go on after an error of the disk, without the cache unless the error passes."""
@@ -184,17 +184,18 @@ class PageCache:
                 if os.stat(path, follow_symlinks=False).st_size == new_bytes:
                     return True  # another process made it
             total = _read_total(self.folder, lock)
-            has_listed = False
+            has_listed = has_counted = False
             while not (fits := self._fits(total + new_bytes, new_bytes)):
                 if self._evictable:
                     total -= _evict(self._evictable.popleft())
-                elif has_listed:
-                    break
-                else:
-                    objects = kept_objects(self.folder)
-                    total = sum(kept.chunk_bytes for kept in objects)
-                    self._evictable.extend(kept for kept in objects if not is_in_use(kept.used))
+                elif not has_listed:
+                    self._evictable.extend(unused_objects(self.folder))
                     has_listed = True
+                elif not has_counted:
+                    total = _count(self.folder)
+                    has_counted = True
+                else:
+                    break
             # Written after others were removed and before the chunk is made: a process that is killed
             # between leaves a number that is too high, never one that is too low.
             _write_total(lock, total + new_bytes if fits else total)
@@ -250,26 +251,17 @@ def is_in_use(last_used: float) -> bool:
     return abs(time.time() - last_used) < GRACE
 
 
-class KeptObject(NamedTuple):
-    """An object in the folder: when it was used last, and the bytes of its chunk files."""
+class UnusedObject(NamedTuple):
+    """An object that is not in use, and when it was used last."""
 
     used: float
     folder: str
-    chunk_bytes: int
 
 
-def kept_objects(folder: Path) -> list[KeptObject]:
-    """All objects, of other layouts too, the longest unused first."""
-    objects = []
-    for path in object_folders(folder):
-        size = 0
-        with contextlib.suppress(OSError), os.scandir(path) as files:
-            for file in files:
-                if file.name.endswith(".data"):
-                    with contextlib.suppress(FileNotFoundError):
-                        size += file.stat(follow_symlinks=False).st_size
-        objects.append(KeptObject(last_use(path), path, size))
-    return sorted(objects)
+def unused_objects(folder: Path) -> list[UnusedObject]:
+    """The objects that are not in use, of other layouts too, the longest unused first."""
+    objects = [UnusedObject(last_use(path), path) for path in object_folders(folder)]
+    return sorted(unused for unused in objects if not is_in_use(unused.used))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,15 +335,15 @@ def clear(folder: Path, progress: ProgressObserver | None = None) -> tuple[int, 
     Returns (removed, kept). progress: receives objects that were removed. Raises OSError.
     """
     progress = progress or ProgressObserver()
-    objects = kept_objects(folder)
-    unused = [kept for kept in objects if not is_in_use(kept.used)]
+    before = len(object_folders(folder))
+    unused = unused_objects(folder)
     progress.begin("removing", len(unused), " objects")
-    for kept in unused:
+    for entry in unused:
         with _locked(folder) as lock:
-            _write_total(lock, _read_total(folder, lock) - _evict(kept))
+            _write_total(lock, _read_total(folder, lock) - _evict(entry))
         progress.advance(1)
-    remaining = sum(os.path.isdir(kept.folder) for kept in objects)
-    return len(objects) - remaining, remaining
+    kept = len(object_folders(folder))
+    return before - kept, kept
 
 
 def _tables(
@@ -379,22 +371,22 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
         (folder / "used").touch()
 
 
-def _evict(kept: KeptObject) -> int:
+def _evict(entry: UnusedObject) -> int:
     """Remove an object unless it was used meanwhile; returns the bytes of chunks that were removed.
 
     Processes that have mapped them go on reading what is mapped.
     """
     freed = 0
-    if last_use(kept.folder) != kept.used:
+    if last_use(entry.folder) != entry.used:
         return freed
     with contextlib.suppress(OSError):
         # The description last: after a kill, chunks that are left still have one.
-        for name in sorted(os.listdir(kept.folder), key=lambda name: not name.endswith(".data")):
-            path = f"{kept.folder}/{name}"
+        for name in sorted(os.listdir(entry.folder), key=lambda name: not name.endswith(".data")):
+            path = f"{entry.folder}/{name}"
             size = os.lstat(path).st_size if name.endswith(".data") else 0
             os.unlink(path)
             freed += size
-        os.rmdir(kept.folder)
+        os.rmdir(entry.folder)
     return freed
 
 
@@ -429,7 +421,11 @@ def _read_total(folder: Path, lock: int) -> int:
     record = os.pread(lock, 2 * NOTE_BYTES + 1, 0)
     if record[NOTE_BYTES:] == xxhash.xxh3_64_digest(record[:NOTE_BYTES]):
         return int.from_bytes(record[:NOTE_BYTES], "little")
-    return sum(kept.chunk_bytes for kept in kept_objects(folder))
+    return _count(folder)
+
+
+def _count(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.glob("*-*/*.data"))
 
 
 def _write_total(lock: int, total: int) -> None:
