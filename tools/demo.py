@@ -38,7 +38,7 @@ from streammega.convert import ConvertOptions, convert  # noqa: E402
 from streammega.dataset import IndexedDataset  # noqa: E402
 from streammega.dataset.verify import verify  # noqa: E402
 from streammega.errors import StreammegaError  # noqa: E402
-from streammega.errors.process import set_log_level  # noqa: E402
+from streammega.errors.logs import set_log_level  # noqa: E402
 from streammega.train.run_log import read_metrics  # noqa: E402
 
 CORPUS_BYTES = 8_000_000

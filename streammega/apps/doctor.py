@@ -21,7 +21,6 @@ from streammega.cli.options import (
 )
 from streammega.cli.render import Report, as_text, show_report
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 
 if TYPE_CHECKING:
     from streammega import DataConfig
@@ -80,7 +79,7 @@ def doctor(
     with show_progress("checking", line_every=5.0) as progress:
         examination = Examination(url, settings, may_write=write, seconds=seconds)
         examination.run(progress.begin)
-        for name in map(redact_urls, elsewhere):
+        for name in elsewhere:
             examination.not_checked.append(f"data elsewhere: `streammega doctor {name}`")
     report = examination.report()
     text = "" if as_json else examination_text(report)

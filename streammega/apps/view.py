@@ -27,10 +27,11 @@ from streammega.cli.options import (
     show_progress,
     storage_config,
 )
-from streammega.cli.render import print_text
+from streammega.cli.render import print_data
 from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.extras import import_extra
 from streammega.errors.process import describe_defect
+from streammega.errors.redaction import redact
 
 if TYPE_CHECKING:
     from flask import Flask, Response
@@ -91,7 +92,7 @@ def view(
         listener = stack.enter_context(_listen(port))
         token = secrets.token_urlsafe(32)
         address = f"http://{ADDRESS}:{listener.getsockname()[1]}/?token={token}"
-        print_text(f"{address}\nCtrl-C ends it.")
+        print_data(f"{address}\nCtrl-C ends it.")  # with its token
         if open_browser:
             stack.enter_context(_opened(address))
         _serve(make_app(pages, token), listener)
@@ -200,7 +201,7 @@ def make_app(pages: Pages, token: str) -> Flask:
 
     @app.errorhandler(OSError)
     def name(error: OSError) -> tuple[str, int]:
-        message = f"{error.filename or 'i/o'}: {error.strerror or error}"
+        message = redact(f"{error.filename or 'i/o'}: {error.strerror or error}")
         return show("error.html", {"message": message}), 502
 
     @app.errorhandler(HTTPException)

@@ -33,7 +33,7 @@ from streammega.convert.options import (
     ExecutionConfig,
 )
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact, redact_urls, without_queries
+from streammega.errors.redaction import without_queries
 
 SHOWN_NAMES = 20
 """Names of skipped files that are shown for each reason; JSON has more."""
@@ -116,7 +116,7 @@ def convert(
         follows = f"when all tasks have ended: the same command with --task {MERGE}"
         show_report(asdict(done) | {"task": command.task}, summary=follows, as_json=as_json)
         return
-    words = command_words(context.obj, (output_storage, input_storage))
+    words = [without_queries(word) for word in context.obj or ()]
     show_report(done.as_dict(words) if as_json else done.summary(), as_json=as_json)
 
 
@@ -154,7 +154,7 @@ def list_inputs(
     for reason, count in sorted(skipped.counts.items()):
         print_text(f"left out, {reason}: {count:,}")
         for name in skipped.names[reason][:SHOWN_NAMES]:
-            print_text(f"  {_printable(redact_urls(name))}")
+            print_text(f"  {_printable(name)}")
         if count > SHOWN_NAMES:
             print_text(f"  and {count - SHOWN_NAMES:,} more")
     formats = Counter(item["format"] for item in rows)
@@ -165,14 +165,6 @@ def list_inputs(
 def _printable(path: str) -> str:
     """The path, quoted where it has characters that control a terminal."""
     return path if path.isprintable() else repr(path)
-
-
-def command_words(words: Sequence[str] | None, storages: Sequence[StorageConfig]) -> list[str]:
-    """The words of a command, without the secrets of its URLs and storage options."""
-    shown = [without_queries(word) for word in words or ()]
-    for storage in storages:
-        shown = [redact(word, dict(storage.storage_options)) for word in shown]
-    return shown
 
 
 def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOptions:

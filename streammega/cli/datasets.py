@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import sys
@@ -17,16 +16,17 @@ import numpy as np
 import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
-from streammega.cli.render import print_text, show_report
+from streammega.cli.render import print_data, print_text, show_report
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
+from streammega.errors.redaction import redact
 from streammega.errors.words import in_one_line, pluralize, without_controls
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 DOCUMENTS_AT_ONCE = 64
 """Documents that one read of `cat` fetches."""
@@ -252,7 +252,7 @@ def cat(
     for name, first, last in ranges:
         with show_progress("opening"):
             indexed = IndexedDataset(name, settings)
-        shown = redact_urls(name)
+        shown = redact(name)
         count = len(indexed.document_indices) - 1
         if last >= count:
             numbered = f", numbered from 0 to {count - 1:,}" if count else ""
@@ -263,7 +263,7 @@ def cat(
         for number, sequences in _read_documents(indexed, first, last):
             report = _document_report(shown, number, sequences, model)
             if as_json:
-                print_text(json.dumps(report))
+                print_data(json.dumps(report))
                 continue
             if several:
                 print_text(f"--- {shown}#{number}: {pluralize(report['tokens'], 'token')}")
@@ -355,4 +355,4 @@ def _show(report: dict[str, Any]) -> None:
     text = report["text"] if "text" in report else " ".join(map(str, report["ids"]))
     if sys.stdout.isatty():  # control characters of a document would act on the terminal
         text = without_controls(text)
-    print_text(text)
+    print_data(text)

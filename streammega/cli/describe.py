@@ -119,11 +119,11 @@ def _describe_blend(url: str, blend: PinnedBlend, *, as_json: bool) -> None:
             "documents": sum(shard.documents for shard in manifest.shards),
             "tokens": sum(shard.tokens for shard in manifest.shards),
             "dtype": manifest.dtype,
-            "dataset": redact_urls(name),
+            "dataset": name,
         }
         for name, manifest in blend.manifests.items()
     ]
-    show_report({"blend": redact_urls(url), "datasets": rows}, as_json=as_json)
+    show_report({"blend": url, "datasets": rows}, as_json=as_json)
 
 
 def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
@@ -205,7 +205,7 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
     first = first_tokens(indexed, num_first_tokens)
     edges, counts = length_histogram(lengths)
     report: Report = {
-        "dataset": redact_urls(indexed.prefix),
+        "dataset": indexed.prefix,
         "format": FORMATS[split_name(indexed.shards[0])[1]],
         "shards": len(indexed.shards),
         "dtype": str(indexed.dtype),
@@ -298,7 +298,7 @@ def input_report(path: str, storage: StorageConfig) -> Report:
     documents = read_slice(Slice(input=inputs[0]), ConvertOptions(), storage, Skipped())
     first = next(iter(documents), None)
     return {
-        "input": redact_urls(without_queries(path)),
+        "input": without_queries(path),
         "first_document": None if first is None else _beginning(first),
         "next": "streammega convert makes shards of it",
         "formats": dict(sorted(formats.items())),

@@ -33,13 +33,9 @@ from streammega.cli.plotting import plot
 from streammega.cli.runs import manifest, prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.errors import StreammegaError
-from streammega.errors.process import (
-    describe_defect,
-    log_to_stderr,
-    panics_as_errors,
-    replace_unknown_letters,
-    set_log_level,
-)
+from streammega.errors.logs import log_to_stderr, set_log_level
+from streammega.errors.process import describe_defect, panics_as_errors, replace_unknown_letters
+from streammega.errors.redaction import redact
 
 EXIT_OF_INTERRUPT = 130
 """128 plus the number of SIGINT, as shells have it."""
@@ -222,6 +218,10 @@ def _is_by(stop: SystemExit, kind: type[BaseException]) -> bool:
     return error is not None
 
 
+def _print_error(text: object) -> None:
+    print(f"error: {redact(str(text))}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
@@ -243,22 +243,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_OF_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else 1
     except StreammegaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(error)
         return 1
     except BrokenPipeError:
         # the interpreter flushes stdout when it ends, which would fail again with a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OF_BROKEN_PIPE
     except OSError as error:  # a report or plot that cannot be written, a link to nowhere
-        print(f"error: {error.filename or 'i/o'}: {error.strerror or error}", file=sys.stderr)
+        _print_error(f"{error.filename or 'i/o'}: {error.strerror or error}")
         return 1
     except (OverflowError, MemoryError) as error:  # of a setting that is far too large
-        print(f"error: a number is too large for this: {error}", file=sys.stderr)
+        _print_error(f"a number is too large for this: {error}")
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_OF_INTERRUPT
     except Exception as error:
-        print(f"error: {describe_defect(error)}", file=sys.stderr)
+        _print_error(describe_defect(error))
         return 1
     return 0

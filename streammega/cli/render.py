@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streammega.config.validate import finite
+from streammega.errors.redaction import redact
 from streammega.errors.words import in_one_line
 
 Report = dict[str, Any]
@@ -56,8 +57,13 @@ def show_report(report: Report, *, summary: str = "", as_json: bool = False) -> 
 
 
 def print_text(text: str, *, to_stderr: bool = False) -> None:
-    """Print a text at once, and end its line. Not by click, which writes UTF-8 where the encoding is
-    ASCII.
+    """Print a text at once, without secrets, and end its line."""
+    print_data(redact(text), to_stderr=to_stderr)
+
+
+def print_data(text: str, *, to_stderr: bool = False) -> None:
+    """Print as it is what holds no secret, or is to be used: what a dataset holds. Not by click, which
+    writes UTF-8 where the encoding is ASCII.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     # names of files may hold bytes that are no text
@@ -117,10 +123,13 @@ def _aligned(table: Table) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """A text on one line, without its middle where it is long."""
-    if len(text) > SHOWN and not isinstance(text, Sentence):
-        text = f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
-    return in_one_line(text)
+    """A text on one line, without its middle where it is long, and without secrets: one that is cut
+    would not be known.
+    """
+    shown = redact(text)
+    if len(shown) > SHOWN and not isinstance(text, Sentence):
+        shown = f"{shown[: SHOWN // 2]} … {shown[-SHOWN // 2 :]}"
+    return in_one_line(shown)
 
 
 def _blocks(values: Mapping[str, Any], level: int) -> Iterator[Heading | Table]:

@@ -25,8 +25,7 @@ from streammega.cli.options import (
 from streammega.cli.render import print_text, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
-from streammega.errors.process import set_log_level
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import set_log_level
 from streammega.errors.words import pluralize
 
 DOCUMENTS = 300
@@ -73,13 +72,12 @@ def prepare(
                     f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
                 )
             progress.advance(1)
-    published = redact_urls(data.index_publish_url) if data.index_publish_url else None
     summary = f"{pluralize(len(rows), 'dataset')} prepared"
     if not ORDERS[data.order].has_indices:
         summary = f"the {data.order} order needs no indices"
-    elif published:
-        summary += f", published in {published}"
-    report = {"published": published, "datasets": rows} if as_json else {}
+    elif data.index_publish_url:
+        summary += f", published in {data.index_publish_url}"
+    report = {"published": data.index_publish_url, "datasets": rows} if as_json else {}
     show_report(report, summary=summary, as_json=as_json)
 
 
@@ -124,14 +122,14 @@ def manifest(
             storage=storage_config(storage, storage_file),
         )
     if not out.endswith(".json"):
-        raise ConfigError(f"{redact_urls(out)}: the file to write has no name that ends in .json")
+        raise ConfigError(f"{out}: the file to write has no name that ends in .json")
     with show_progress("opening"):
         written = write_manifest(config, out)
     rows = [
-        {"dataset": redact_urls(name), "shards": len(one.shards), "tokens": one.tokens}
+        {"dataset": name, "shards": len(one.shards), "tokens": one.tokens}
         for name, one in written.items()
     ]
-    summary = f"{pluralize(len(rows), 'dataset')} written to {redact_urls(out)}"
+    summary = f"{pluralize(len(rows), 'dataset')} written to {out}"
     show_report({"datasets": rows}, summary=summary, as_json=as_json)
 
 

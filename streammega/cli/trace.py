@@ -5,7 +5,6 @@ It computes both from the run's config and needs no log.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from streammega.cli.options import AsJson, Overrides, RunFile, Split, quick, sho
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
 
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from streammega.storage.progress import ProgressObserver
     from streammega.train.config import RunConfig
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_FOUND = 100
 """Documents with a text that are reported. A text that more documents have says little."""

@@ -11,7 +11,7 @@ from streammega.config.blends import Blend, parse_blend
 from streammega.config.orders import ORDERS, Order
 from streammega.config.validate import Ge, check_fields, refuse_unknown
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls, redacted_repr
+from streammega.errors.redaction import redacted_repr
 
 ExcludedNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """Names of documents: a file of them, one a line; a list; or either for each of some datasets."""
@@ -37,7 +37,7 @@ def excluded_lists(excluded: Any) -> list[ExcludedList]:
             is_pair = isinstance(entry, Sequence) and len(entry) == 2
             if not is_pair or type(entry[0]) is not int or entry[0] < 0:
                 raise ConfigError(
-                    f"exclude_documents holds {redact_urls(repr(entry))}; it takes names of documents, or several lists "
+                    f"exclude_documents holds {entry!r}; it takes names of documents, or several lists "
                     "of them, each as (first sample, names)"
                 )
             first_sample, names = entry
@@ -58,7 +58,7 @@ def excluded_names(excluded: Any, first_sample: int) -> list[ExcludedList]:
         are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
         if not are_names or not isinstance(dataset, str | None):
             raise ConfigError(
-                f"exclude_documents is {redact_urls(repr(excluded))}; it takes the path of a file of names, a list of "
+                f"exclude_documents is {excluded!r}; it takes the path of a file of names, a list of "
                 "names, or either for each dataset, as {prefix: names}"
             )
         if len(names):

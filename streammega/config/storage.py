@@ -22,7 +22,7 @@ from streammega.config.validate import (
     unknown_setting,
 )
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
+from streammega.errors.redaction import remember_secrets
 
 Transport = Literal["auto", "obstore", "fsspec"]
 
@@ -128,9 +128,15 @@ class StorageConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, hides_text=True)
+        remember_secrets(self.storage_options)
         if self.cache_dir:
             # This sets a field of a frozen dataclass.
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Another process that gets this makes messages of its own.
+        self.__dict__.update(state)
+        remember_secrets(self.storage_options)
 
     @property
     def tuning(self) -> Tuning:
@@ -187,7 +193,7 @@ def with_prefixes(storage: StorageConfig, by_prefix: Mapping[str, StorageConfig]
     routed = replace(storage)
     chosen = {}
     for prefix, other in by_prefix.items():
-        where = f"storage_by_prefix[{redact_urls(str(prefix))!r}]"
+        where = f"storage_by_prefix[{str(prefix)!r}]"
         if not isinstance(prefix, str) or not _BUCKET.match(prefix):
             raise ConfigError(
                 f"{where}: is no beginning of URLs; write the scheme, the bucket or host, and a slash: "

@@ -6,7 +6,6 @@ reading anything.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -52,12 +51,12 @@ from streammega.dataset.opening import find_shards
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.cached_property import cached_property
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 from streammega.errors.words import pluralize
 from streammega.kernels import num_threads
 from streammega.storage.progress import ProgressObserver
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_THREADS = 4
 """Units that threads of one process do at once: nine tenths of their time are outside of the GIL."""
@@ -392,7 +391,7 @@ def _warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
             log.warning(
                 "%s: has as many bytes of tokens as the %d other datasets of the inputs together. Is "
                 "it made of them? Then leave it out by --exclude",
-                redact_urls(name),
+                name,
                 len(sizes) - 1,
             )
 
@@ -409,6 +408,6 @@ def _warn_missing_provenance(inputs: Sequence[Input], storage: StorageConfig) ->
         log.warning(
             "%s: tells where its documents came from (%s), which this conversion leaves out; "
             "--provenance carries it over",
-            redact_urls(name),
+            name,
             ENDING,
         )

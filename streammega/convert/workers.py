@@ -29,12 +29,13 @@ from streammega.convert.read.source import Input
 from streammega.convert.work_dir import WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.errors.extras import import_extra
+from streammega.errors.logs import get_logger
 from streammega.kernels import num_threads
 from streammega.storage.open import is_remote
 from streammega.storage.progress import Progress
 from streammega.storage.thread_pool import thread_state
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Work = Callable[[int, Progress], Any]
 """Does the unit or shard of a number: (number, progress(bytes, tokens)) -> its result. It is sent to

@@ -7,7 +7,6 @@ mapped file needs them once.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from streammega.dataset.local_cache import (
     remove_stale,
 )
 from streammega.errors import CacheError, FormatError
+from streammega.errors.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 KEEP_BYTES = 16 << 20
 """Bytes of all `.idx` together from which on a joined one is kept on disk. Below, a file costs more

@@ -117,7 +117,7 @@ class ShardDocuments:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(
-                f"document {document} of {self._index_url}, which has {self.num_documents}"
+                f"document {document} of {redact_urls(self.shard.index_url)}, which has {self.num_documents}"
             )
         itemsize = self._arrays.dtype.itemsize
         runs: list[DocumentRun] = []
@@ -137,14 +137,14 @@ class ShardDocuments:
         unknown = documents[(documents < 0) | (documents >= self.num_documents)]
         if len(unknown):
             raise FormatError(
-                f"{self._index_url}: has {self.num_documents} documents, and no number "
+                f"{self.shard.index_url}: has {self.num_documents} documents, and no number "
                 f"{unknown[0]}; does the list of documents belong to it?"
             )
         first = bounds[documents].astype(np.int64)
         count = bounds[documents + 1] - first
         if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
             raise FormatError(
-                f"{self._index_url}: its documents overlap; copy it again, or convert again"
+                f"{self.shard.index_url}: its documents overlap; copy it again, or convert again"
             )
         before = np.cumsum(count) - count
         # the sequences of all documents, one after the other
@@ -162,7 +162,7 @@ class ShardDocuments:
         last = int(bounds[document + 1])
         if not 0 <= first <= last <= self._arrays.num_sequences:
             raise FormatError(
-                f"{self._index_url}: document {document} has the sequences [{first}, {last}) "
+                f"{self.shard.index_url}: document {document} has the sequences [{first}, {last}) "
                 f"of {self._arrays.num_sequences}; copy it again, or convert again"
             )
         return range(first, last)
@@ -175,7 +175,7 @@ class ShardDocuments:
         is_one = 0 <= document < self._arrays.num_documents
         if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
             raise FormatError(
-                f"{self._index_url}: sequence {sequence} belongs to no document; copy it again, or convert again"
+                f"{self.shard.index_url}: sequence {sequence} belongs to no document; copy it again, or convert again"
             )
         return document
 
@@ -211,11 +211,6 @@ class ShardDocuments:
     @cached_property
     def _arrays(self) -> IndexArrays:
         return index_arrays(self.shard, self.storage)
-
-    @property
-    def _index_url(self) -> str:
-        """For messages."""
-        return redact_urls(self.shard.index_url)
 
     @cached_property
     def _by_offset(self) -> Integers:

@@ -24,7 +24,6 @@ from streammega.dataset.provenance import DocumentOrigin
 from streammega.dataset.shard import checked_arrays, open_tokens, shown_urls
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.cached_property import cached_property
-from streammega.errors.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import bare_version
@@ -317,7 +316,7 @@ class IndexedDataset(Sequence["Item"]):
         """
         shards, firsts = self._documents
         if not 0 <= document < firsts[-1]:
-            raise IndexError(f"document {document} of {firsts[-1]} in {redact_urls(self.prefix)}")
+            raise IndexError(f"document {document} of {firsts[-1]} in {self}")
         shard = int(np.searchsorted(firsts, document, side="right")) - 1
         stored = shards[shard].origins
         return None if stored is None else stored[document - int(firsts[shard])]
@@ -428,7 +427,7 @@ class IndexedDataset(Sequence["Item"]):
         """A sequence's number from the front. Raises IndexError."""
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")
+            raise IndexError(f"sequence {number} of {len(self)} in {self}")
         return number % len(self)
 
 

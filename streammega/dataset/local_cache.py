@@ -12,7 +12,6 @@ import errno
 import fcntl
 import hashlib
 import io
-import logging
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError, ObjectNotFoundError
+from streammega.errors.logs import get_logger
 from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import write_file
 from streammega.storage.backends.local import map_file
@@ -38,7 +38,7 @@ from streammega.storage.etags import warn_unversioned
 from streammega.storage.progress import note_part, observer
 from streammega.storage.store import atomic_writer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 DOWNLOAD_BYTES = 64 << 20
 """What a download or an upload holds in memory at once."""

@@ -20,7 +20,6 @@ from streammega.dataset.idx import CODE_OF_DTYPE, index_bytes
 from streammega.dataset.labels import Label, LossModes, TokenizerLabel
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
 from streammega.errors import FormatError
-from streammega.errors.redaction import redact_urls
 from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.open import escapes_folder
@@ -446,7 +445,7 @@ def read_blend_file(url: str, storage: StorageConfig) -> PinnedBlend | None:
 
     Raises ObjectNotFoundError, FormatError for a damaged file, StorageError.
     """
-    return parse_blend_file(read_json(url, storage), redact_urls(url))
+    return parse_blend_file(read_json(url, storage), url)
 
 
 def parse_blend_file(raw: bytes, url: str) -> PinnedBlend | None:

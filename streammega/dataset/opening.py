@@ -17,7 +17,6 @@ import fnmatch
 import glob
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -63,6 +62,7 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
+from streammega.errors.logs import get_logger
 from streammega.errors.words import pluralize
 from streammega.storage import Buffer, ObjectInfo, Store, join_url, open_store
 from streammega.storage.backends.local import PreadStore, local_error
@@ -95,7 +95,7 @@ HOW_TO_SEND_FEWER = (
 GLOB_CHARS = "*?["
 """A name with one of these is a pattern, unless a dataset has that very name."""
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Opened = TypeVar("Opened")
 Request = Callable[[], Any]

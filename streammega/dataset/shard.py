@@ -27,7 +27,6 @@ from streammega.dataset.manifest import Shard
 from streammega.dataset.names import Kind
 from streammega.dataset.tar import layout, stored_bytes
 from streammega.errors import FormatError
-from streammega.errors.redaction import redact_urls
 from streammega.storage import ObjectInfo, Store, open_store
 from streammega.storage.derived_stores import DerivedStore, LazyView, View
 from streammega.storage.seekable_zstd import read_frames
@@ -184,7 +183,7 @@ def shown_urls(shard: Shard, storage: StorageConfig) -> tuple[str, str]:
 
 def check_shard(shard: Shard, dtype: object, sequences: int, documents: int) -> None:
     """Raise FormatError unless an `.idx` has what its shard has."""
-    url = redact_urls(shard.index_url)
+    url = shard.index_url
     check_expected(url, "as dtype", dtype, np.dtype(shard.dtype))
     check_expected(url, "sequences", sequences, shard.sequences)
     check_expected(url, "documents", documents, shard.documents)

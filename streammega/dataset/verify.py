@@ -368,7 +368,7 @@ def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
     stored = read_if_exists(url, storage)
     if stored is None or xxhash.xxh3_128_hexdigest(stored) != expected:
         how = "is missing" if stored is None else "has another checksum than the manifest says"
-        raise FormatError(f"{redact_urls(url)}: {how}; convert again with --provenance")
+        raise FormatError(f"{url}: {how}; convert again with --provenance")
 
 
 class StoredShard:

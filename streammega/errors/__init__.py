@@ -16,14 +16,13 @@
     ├── ConvertError                 a corpus that could not be converted
     └── GradientError                a gradient that is not finite
 
-Messages say what happened, where, and how to mend it. They never hold credentials: those in URLs are
-removed here, those of `storage_options` where a library's text enters a message
-(`redaction.redact`). `ConfigError` and `FormatError` are also `ValueError`s, and
-`ObjectNotFoundError` is also a `FileNotFoundError`, so that code written for the standard errors
-keeps working.
+Messages say what happened, where, and how to mend it. They never hold credentials, which are taken
+out here (`redaction.redact`): code that raises one may repeat what a library says. `ConfigError` and
+`FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a `FileNotFoundError`, so that
+code written for the standard errors keeps working.
 """
 
-from streammega.errors.redaction import redact_urls
+from streammega.errors.redaction import redact
 from streammega.errors.words import without_controls
 
 __all__ = [
@@ -51,10 +50,9 @@ class StreammegaError(Exception):
     def __init__(self, *args: object) -> None:
         # Every error passes here. A message may easily contain a URL with a password, or a name
         # with control characters.
-        shown = [
-            without_controls(redact_urls(arg)) if isinstance(arg, str) else arg for arg in args
-        ]
-        super().__init__(*shown)
+        super().__init__(
+            *(without_controls(redact(arg)) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class ConfigError(StreammegaError, ValueError):

@@ -1,9 +1,10 @@
 """Secrets are kept out of messages, logs, reports, and files with the places of data.
 
 What a URL or a header carries (a password, a signature, a token) is known by its form: `redact_urls`,
-which every error applies to its own message. What `storage_options` carry is known by their names:
-`redact`. `redact_answer` does so for the variables of clients too, where the words of a server or
-of a library enter a message.
+for names that are written to files and shown by objects. Other secrets are known by their value:
+every StorageConfig remembers those of its options, every source of credentials those that it gives,
+and those of the environment are read when a message is made. `redact` takes out both kinds, where
+messages are made and shown: errors, records of logs, reports of commands. Other code need not call it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -20,6 +21,14 @@ HIDDEN = "***"
 SHORTEST = 4
 """Characters of the shortest value that is hidden. Shorter ones are no secrets, and hiding them would
 remove half of a message.
+"""
+LONG = 8
+"""Characters from which on a value is hidden within words too. A shorter one may well be a part of
+other words.
+"""
+MAX_KNOWN = 4096
+"""Spellings of secrets that are remembered, the newest: some MB at most, in a process that renews its
+credentials for weeks. A failed request remembers those of its options again.
 """
 
 # Repeats are bounded: names in messages come from files, and may look like secrets throughout. A search
@@ -74,10 +83,13 @@ _PUBLIC = frozenset(
     )
 )
 """Fields of a mapping of credentials that are not secret. Some may be names of buckets or projects."""
-_CLIENTS = ("AWS_", "OSS_", "ALIBABA_CLOUD_", "AZURE_", "GOOGLE_")
+_CLIENTS = ("AWS_", "OSS_", "ALIBABA_CLOUD_", "AZURE_", "GOOGLE_", "HF_")
 """Beginnings of the variables that clients of stores read."""
-_PLACES = ("_FILE", "_URI", "_URL", "_DIR", "_PATH", "_NAME", "_CREDENTIALS")
-"""Ends of variables that name a place, and hold no secret themselves."""
+_PLACES = (
+    *("_FILE", "_URI", "_URL", "_DIR", "_PATH", "_NAME", "_CREDENTIALS"),
+    *("_HOST", "_MODE", "_PREFERENCE"),
+)
+"""Ends of variables that name a place or a choice, and hold no secret themselves."""
 _KEYWORDS = frozenset(
     (
         "anon",
@@ -90,9 +102,19 @@ _KEYWORDS = frozenset(
         "true",
         "false",
         "none",
+        "test",
+        "testing",
     )
 )
-"""Values of `token` and `auth` that are not secrets."""
+"""Values of `token` and `auth` that are not secrets, and the public keys of LocalStack and moto: these
+are names of buckets and folders too.
+"""
+_known: list[str] = []
+"""Spellings of the secrets of this process, the oldest first. A forked child has its parent's. Calls of
+a list are atomic, so no lock could be held while a process forks.
+"""
+_environment: dict[Any, Any] = {}
+"""The environment whose secrets are remembered."""
 
 
 def redact_urls(text: str) -> str:
@@ -118,36 +140,41 @@ def _without_user(match: re.Match[str]) -> str:
     return f"://{HIDDEN}@"
 
 
-def redact(text: str, options: Mapping[str, Any]) -> str:
-    """`text` without the secrets of URLs, and without the values of secret options in any spelling."""
-    return redaction_of(options)(text)
+def redact(text: str) -> str:
+    """`text` without the secrets of URLs, and without the known ones in any spelling.
 
-
-def redact_answer(text: str, options: Mapping[str, Any]) -> str:
-    """`redact`, and without the secrets that the clients of stores take from the environment."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_CLIENTS) and not name.endswith(_PLACES)
-    }
-    return redact(text, {**environment, **options})
-
-
-def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:
-    """`redact` for many texts and the same options, whose secrets are collected once."""
-    forms: list[str] = []
+    For messages, never for a name that is used: a secret may be a part of it.
+    """
+    global _environment
+    # Two dictionaries are compared in two microseconds. Reading all variables takes ten times as long.
+    environment = getattr(os.environ, "_data", os.environ)
+    if environment != _environment:
+        latest = dict(environment)
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_CLIENTS) and not name.endswith(_PLACES)
+        }
+        remember_secrets(variables)
+        _environment = latest
+    text = redact_urls(text)
     # Longer ones first: they may contain shorter ones.
-    for value in sorted(set(_secrets(options)), key=len, reverse=True):
-        forms += _forms(value)
-
-    def redacted(text: str) -> str:
-        """A text without secrets."""
-        text = redact_urls(text)
-        for form in forms:
+    for form in sorted(_known[:], key=len, reverse=True):
+        if len(form) >= LONG:
             text = text.replace(form, HIDDEN)
-        return text
+        elif form in text:
+            text = re.sub(rf"(?<!\w){re.escape(form)}(?!\w)", HIDDEN, text)
+    return text
 
-    return redacted
+
+def remember_secrets(options: Mapping[str, Any]) -> None:
+    """Hide the secrets of storage options, or of credentials by such names, in all later messages."""
+    for value in _secrets(options):
+        if value not in _known:
+            _known.extend(_forms(value))
+    if len(_known) > MAX_KNOWN:
+        del _known[:-MAX_KNOWN]
+        _environment.clear()  # its secrets may have been the oldest
 
 
 def _secrets(options: Mapping[Any, Any], secret: bool = False) -> Iterator[str]:
@@ -182,21 +209,22 @@ def _secret_lines(value: str) -> Iterator[str]:
             yield text
 
 
-def _forms(value: str) -> set[str]:
-    """The spellings of a value: as it is, in URLs, and in JSON."""
+def _forms(value: str) -> dict[str, None]:
+    """The spellings of a value: first as it is, then those in URLs and in JSON that differ."""
     if value.isalnum():
-        return {value}  # the same in all spellings
+        return {value: None}  # the same in all spellings
     in_json = json.dumps(value).removeprefix('"').removesuffix('"')
-    return {value, quote(value), quote(value, safe=""), quote_plus(value), in_json}
+    in_urls = (quote(value), quote(value, safe=""), quote_plus(value))
+    return dict.fromkeys((value, *in_urls, in_json))
 
 
 def redacted_repr(settings: Any) -> str:
-    """The repr of a dataclass, without the secrets of URLs in its fields."""
+    """The repr of a dataclass, without secrets."""
     shown: list[str] = []
     for item in fields(settings):
         if item.repr:
             shown.append(f"{item.name}={getattr(settings, item.name)!r}")
-    return redact_urls(f"{type(settings).__name__}({', '.join(shown)})")
+    return redact(f"{type(settings).__name__}({', '.join(shown)})")
 
 
 def split_query(url: str) -> tuple[str, str]:

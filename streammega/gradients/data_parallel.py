@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from streammega.errors import ConfigError, GradientError
+from streammega.errors.logs import get_logger
 from streammega.gradients.buffers import (
     GradSlot,
     default_bucket_size,
@@ -26,7 +26,7 @@ from streammega.gradients.collectives import bucket_group, clip, inverse_of_toke
 from streammega.gradients.reducer import GradReducer
 from streammega.parallel import Ranks
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules whose buffers change in every forward, apart on each rank."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import math
 import queue
 import threading
@@ -33,6 +32,7 @@ from streammega.config import FieldsConfig
 from streammega.config.validate import parse_json, whole_number
 from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors.logs import get_logger
 from streammega.integrations.text_samples import Ids, TextPosition, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
@@ -43,7 +43,7 @@ from streammega.samples.fields import Batch, batch_fields
 
 __all__ = ["TextStream", "join_states", "loader_stage", "webdataset_texts"]
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 STATE_VERSION = 1
 COUNTS = ("consumed_samples", "batch_offset")

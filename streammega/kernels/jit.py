@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError
+from streammega.errors.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 IS_CHECKED = os.environ.get("STREAMMEGA_CHECKED") == "1"
 """Whether every index of a kernel is compared with its array, by the environment: an IndexError in

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import queue
 import threading
@@ -22,6 +21,7 @@ from dataclasses import replace
 
 from streammega.config import StorageConfig
 from streammega.errors import StreammegaError
+from streammega.errors.logs import get_logger
 from streammega.kernels import num_threads
 from streammega.loading.buffers import RecycledMemory, batch_memory
 from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
@@ -36,7 +36,7 @@ from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import BATCH_REQUESTS
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 POLL_SECONDS = 0.5
 """Seconds between two checks of a waiting thread.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 
 from streammega.errors import StateError
+from streammega.errors.logs import get_logger
 from streammega.loading.engine import Engine
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.fields import Batch
@@ -16,7 +16,7 @@ from streammega.samples.shuffling import FAIR_SHARE, mixing_advice, mixing_of
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Read = tuple[int, Batch, Engine]
 """(position, micro-batch at the position, engine that read the micro-batch)."""

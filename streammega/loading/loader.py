@@ -5,7 +5,6 @@ step has taken.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from streammega.config import DataConfig
 from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.errors.cached_property import cached_property
+from streammega.errors.logs import get_logger
 from streammega.loading.device_prefetch import Copier, DeviceBatches
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
@@ -32,7 +32,7 @@ from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
 from streammega.storage.fork_lock import process_lock
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _begin_lock = process_lock()
 """If two threads take the first batch at once, only one begins the iteration.

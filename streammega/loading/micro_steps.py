@@ -7,7 +7,6 @@ not the dataset, so nothing can change the samples of a running iteration.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors.logs import get_logger
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import check_resume, rank_samples
 from streammega.order.state import make_state
@@ -26,7 +26,7 @@ from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, first_datasets
 from streammega.samples.token_file import tokenizer_origin
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 NO_END = 1 << 62
 """The end of an endless stream: more samples than any run consumes."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from streammega.config import ORDERS
 from streammega.dataset.local_cache import cache_folder
 from streammega.errors.cached_property import cached_property
+from streammega.errors.logs import get_logger
 from streammega.kernels.addresses import address_of
 from streammega.loading.memory_plan import (
     BatchSize,
@@ -39,7 +40,7 @@ from streammega.storage.fetch.flow_control import NEAR_BYTES
 from streammega.storage.open import is_remote
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 NO_TOKENS_KEPT = (
     "%s: keeps copies of .idx files and built orders; set cache_max_bytes too for it to keep tokens"

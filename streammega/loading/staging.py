@@ -5,7 +5,6 @@ It serves orders that read small scattered ranges of the files.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
+from streammega.errors.logs import get_logger
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.fetcher import CLOSE_TIMEOUT
@@ -23,7 +23,7 @@ from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes
 from streammega.storage.thread_pool import Cancelled
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 THREADS = 4
 """Background threads. Many more range reads at once serve the samples that are needed now."""

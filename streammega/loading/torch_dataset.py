@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
+from streammega.errors.logs import get_logger
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
@@ -41,7 +41,7 @@ from streammega.samples.source import SampleSource, check_fields
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 AHEAD = 2
 """Micro-batches made ahead when a dataset is iterated without a loader."""

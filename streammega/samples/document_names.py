@@ -4,7 +4,6 @@ to trace them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ from streammega.dataset.opening import open_manifests
 from streammega.dataset.provenance import OriginNames, is_number
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 from streammega.storage.open import resolved
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_SHOWN = 8
 """Names that a message shows, of all that it is about."""
@@ -221,7 +220,7 @@ class DocumentNames:
                 "%d names are ids or places; they name no document of %s, since %d shards have no "
                 "origins (convert --provenance) that may be read",
                 len(documents_of_name),
-                redact_urls(", ".join(without[:MAX_SHOWN])),
+                ", ".join(without[:MAX_SHOWN]),
                 len(without),
             )
         return documents_of_name

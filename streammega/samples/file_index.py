@@ -16,7 +16,6 @@ from streammega.dataset.manifest import Shard
 from streammega.dataset.shard import index_arrays
 from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
-from streammega.errors.redaction import redact_urls
 
 Integers = NDArray[np.int64]
 
@@ -56,7 +55,7 @@ class FileIndex:
         if (offsets[1:] < offsets[:-1]).any():
             name = source.prefix if isinstance(source, IndexedDataset) else source[0].index_url
             raise FormatError(
-                f"{redact_urls(name)}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
+                f"{name}: its sequences are not in ascending order, so tokens cannot be assigned to documents and "
                 "modes; convert it again, or set mask_loss_by_mode=False"
             )
         modes = opened.sequence_modes

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from streammega.dataset import IndexedDataset, cached_arrays
 from streammega.dataset.local_cache import SharedFolder, cache_folder, corrupt_cache_error
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.cached_property import cached_property
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.megatron import (
@@ -42,7 +41,7 @@ from streammega.samples.packed import check_packing, one_row_per_document, trim_
 from streammega.samples.source import SegmentSource, Span
 from streammega.samples.token_file import TokenFile
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 ORDER_VERSION = 1
 """In every identity. It changes when the order changes, so that a state of the old order is
@@ -177,10 +176,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         if number < 0:
             number += len(self)
         if not 0 <= number < len(self):
-            raise IndexError(
-                f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} "
-                f"({self.split})"
-            )
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed} ({self.split})")
         batch = self.sample_fields(np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:
@@ -337,7 +333,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         log.info(
             "building the %s order of %s: %d samples",
             self.split,
-            redact_urls(self.indexed.prefix),
+            self.indexed.prefix,
             len(self),
         )
         seed = self.config.seed if shuffled else None

@@ -122,7 +122,7 @@ def _pinned(
     for name in names:
         if redact_urls(name) != name:
             raise ConfigError(
-                f"{redact_urls(name)}: the name holds credentials, which would be written; give them in "
+                f"{name}: the name holds credentials, which would be written; give them in "
                 "storage_options"
             )
     known = {} if looks_again else config.manifests

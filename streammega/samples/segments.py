@@ -109,8 +109,7 @@ def names_in_identity(config: DataConfig, split: str) -> dict[str, str]:
     for number, segment in enumerate(datasets_of_segments(config, split)):
         phase = f"{PHASES}.{number}." if number else ""
         for place, (prefix, _) in enumerate(segment.names):
-            names[f"{phase}datasets[{place}]"] = redact_urls(prefix)
-            names[f"{phase}dataset"] = redact_urls(prefix)
+            names[f"{phase}datasets[{place}]"] = names[f"{phase}dataset"] = prefix
     return names
 
 

@@ -6,7 +6,6 @@ Of their `.idx`, only the beginnings and ends are read, and the pointers at a sp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from streammega.dataset.manifest import Manifest
 from streammega.dataset.opening import MAX_REQUESTS, content_of, open_with
 from streammega.dataset.shard import check_last_end, open_tokens, token_at
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
 from streammega.samples.file_index import FileIndex
@@ -24,7 +23,7 @@ from streammega.samples.token_file import TokenFile, check_tokenizers, check_voc
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MANY_SEQUENCES = 1 << 40
 """More than any dataset has: a split that is all of so many is all of every dataset."""
@@ -168,7 +167,7 @@ def _warn_of_short(name: str, parts: Sequence[FilePart], count: int, config: Dat
             "%s: %d of its %d shards have fewer than the %d tokens of a sample; "
             "their %d tokens are never read in the stream order "
             "(merge the shards with 'streammega convert', or lower sequence_length)",
-            redact_urls(name),
+            name,
             len(short),
             count,
             length + extra,

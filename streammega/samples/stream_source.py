@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records, StreamDataset, dataset_samples
 from streammega.order.megatron import normalized
@@ -48,7 +48,7 @@ from streammega.samples.stream_datasets import open_datasets
 from streammega.samples.token_file import TokenFile
 from streammega.storage.open import resolved
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class StreamSegment(SegmentSource):

@@ -6,16 +6,16 @@ Versions are compared with those of the same kind only.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from streammega.errors import ObjectChangedError
+from streammega.errors.logs import get_logger
 from streammega.storage.http_errors import root_of
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MODIFIED = "modified "
 """The prefix of versions that are a time. No ETag has it, for ETags are quoted or hexadecimal."""

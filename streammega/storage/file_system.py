@@ -134,7 +134,7 @@ def _version_now(system: Any, path: str, url: str, like: str, config: StorageCon
         try:
             return _version_of(system, path, url, like)
         except Exception as error:  # clients raise whatever they like
-            raise failure_of(shown, error, config) from None
+            raise failure_of(shown, error) from None
 
     scheme, _, rest = shown.partition("://")
     endpoint = endpoint_of(scheme, rest.partition("/")[0], config.storage_options)
@@ -145,9 +145,9 @@ def _version_of(system: Any, path: str, url: str, like: str) -> str:
     return version_of_info(system.info(path), like) if is_remote(url) else etag_of(os.stat(path))
 
 
-def failure_of(shown: str, error: BaseException, storage: StorageConfig) -> BaseException:
+def failure_of(shown: str, error: BaseException) -> BaseException:
     """Our error for one of a driver's, without the queries of URLs."""
-    failure = driver_error(shown, error, storage.storage_options)
+    failure = driver_error(shown, error)
     failure.args = tuple(without_queries(str(words)) for words in failure.args)
     return failure
 

@@ -218,8 +218,7 @@ def failure_without_status(
 ) -> StorageError:
     """The error for a request that ended without a status.
 
-    text: what the client's error says, without secrets: the callers have redacted it. of_network:
-    whether the network failed.
+    text: what the client's error says. of_network: whether the network failed.
     """
     limit = explain_fd_limit_of_connection(error) if of_network else explain_fd_limit(error)
     if limit:

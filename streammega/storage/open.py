@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import logging
 import os
 import re
 import weakref
@@ -15,6 +14,7 @@ from urllib.parse import unquote
 from streammega.config import StorageConfig
 from streammega.config.validate import settings_of, with_home
 from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
 from streammega.storage.backends.fsspec import FsspecStore
 from streammega.storage.backends.local import LocalStore, PreadStore, is_mapped
 from streammega.storage.backends.obstore import ObstoreStore, obstore_is_lost
@@ -23,7 +23,7 @@ from streammega.storage.backends.remote import RemoteStore
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, WrapperStore
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = process_lock()

@@ -6,7 +6,6 @@ An endpoint that never answered may be mistyped, and is not waited for as long.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import random
 import threading
@@ -17,11 +16,12 @@ from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
+from streammega.errors.logs import get_logger
 from streammega.storage.thread_pool import pause as interruptible_pause
 from streammega.storage.thread_pool import thread_state
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Result = TypeVar("Result")
 FIRST_PAUSE = 0.1

@@ -4,7 +4,6 @@ switches for how they compute.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -18,12 +17,13 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StreammegaError
+from streammega.errors.logs import get_logger
 from streammega.errors.words import pluralize
 from streammega.loading.ranks import WORLD_SIZE, count_in, launched_tasks
 from streammega.train.config import RunConfig, TrainConfig
 from streammega.train.config_check import name_ranks
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 START_TIMEOUT = 300.0
 """Seconds that ranks may start apart."""

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors.logs import log_to_stderr, set_log_level
 from streammega.errors.process import (
     describe_defect,
-    log_to_stderr,
     replace_unknown_letters,
-    set_log_level,
 )
+from streammega.errors.redaction import redact
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
 from streammega.train.signals import Terminated
@@ -147,6 +147,7 @@ def _print_error(name: str, text: str, *, is_on_all_ranks: bool = False) -> None
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and is_on_all_ranks and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SILENCE_S)
+    text = redact(text)
     print(f"{name}: {text}", file=sys.stderr, flush=True)
     if file:
         # Source: torch.distributed.elastic.multiprocessing.errors, ErrorHandler.record_exception.

@@ -5,7 +5,6 @@ every few steps. Imports no torch: `streammega plot` uses it too.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.config.validate import finite, parse_json
+from streammega.errors.logs import get_logger
 from streammega.errors.redaction import redact_urls
 from streammega.storage.backends.local import with_space
 from streammega.storage.open import is_remote, local_path
 from streammega.storage.retry import RetryPolicy
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 METRICS = "metrics.jsonl"
 

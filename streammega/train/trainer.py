@@ -17,7 +17,6 @@ The order of a step, and why:
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -34,6 +33,7 @@ import torch.distributed as dist
 
 from streammega.config.validate import finite
 from streammega.errors import ConfigError, GradientError, StateError, StorageError
+from streammega.errors.logs import get_logger
 from streammega.gradients.grad_checks import LossScale
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.groups import WORLD
@@ -56,7 +56,7 @@ from streammega.train.signals import StopRequests, Terminated
 from streammega.train.splits import has_valid, open_split, validation_sets
 from streammega.train.stages import check_layout
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 LEARNING_SETTINGS = (
     *("train_iters", "global_batch_size", "rampup_batch_size", "lr", "warmup_iters"),

@@ -20,7 +20,8 @@ from streammega.errors.words import pluralize, without_controls
 from tests.support.builders import convert_bytes, convert_files, write_tokenizer
 from tests.support.servers import S3
 
-TEXTS = [f"document {n}\n\tü" for n in range(200)]
+TEXTS = [f"document {n} of ftp://me:word@host/?sig={n}\n\tü" for n in range(200)]
+"""They look as if they held secrets, which is no reason to change them."""
 END = "<|endoftext|>"
 
 

@@ -213,7 +213,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
     from streammega.convert.read.source import unreadable
 
     denied = PermissionError(errno.EACCES, "Permission denied", "a.jsonl")
-    assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied, StorageConfig())
+    assert "a.jsonl: permission denied" in unreadable("a.jsonl", denied)
 
 
 # --- datasets below ------------------------------------------------------------------------------

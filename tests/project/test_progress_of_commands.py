@@ -241,7 +241,7 @@ def test_warnings_of_all_commands_begin_alike(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"WARNING: \S+/web: tells where .*\n", done.stderr)
     program = (
-        "import logging; from streammega.errors.process import log_to_stderr; log_to_stderr('[3] ');"
+        "import logging; from streammega.errors.logs import log_to_stderr; log_to_stderr('[3] ');"
         "log = logging.getLogger('streammega'); log.setLevel('INFO');"
         "log.info('step 1'); log.warning('slow')"
     )

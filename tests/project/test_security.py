@@ -106,7 +106,7 @@ def tls(tmp_path: Path) -> Iterator[Tls]:
 def test_a_certificate_that_nobody_signed_is_refused_unless_it_is_given(
     tls: Tls, transport: Any
 ) -> None:
-    options: dict[str, Any] = {"key": "key", "secret": "secret", "endpoint_url": tls.url}
+    options: dict[str, Any] = {"key": "key", "secret": "any-secret", "endpoint_url": tls.url}
     for url, given in (("s3://bucket/web.bin", options), (f"{tls.url}/web.bin", {})):
         storage = StorageConfig(transport=transport, storage_options=given, **FAST)
         store, key = open_store(url, storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,6 +67,7 @@ COMMAND_LINE_KIT = (
     "streammega.cli.progress",
     "streammega.errors.cached_property",
     "streammega.errors.extras",
+    "streammega.errors.logs",
     "streammega.errors.process",
     "streammega.errors.redaction",
 )
@@ -151,6 +153,17 @@ def test_commands_for_people_use_the_public_api_alone() -> None:
                 if not is_public and module not in COMMAND_LINE_KIT:
                     private.append(f"{path.relative_to(ROOT)}: {name} of {module}")
     assert not private
+
+
+@pytest.mark.guarantee("no-secret-shown")
+def test_every_logger_takes_secrets_out_of_its_records() -> None:
+    """By `get_logger`: filters of a logger do not hold for those below it."""
+    by_another_way = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if re.search(r"[gG]etLogger\((?!\")", path.read_text())
+    ]
+    assert by_another_way == ["errors/logs.py"]
 
 
 def test_every_source_has_a_level() -> None:

@@ -210,8 +210,8 @@ def test_no_credentials_are_read_for_anonymous_access() -> None:
     ("options", "error", "message"),
     [
         ({}, AccessDeniedError, "oss://web: no credentials found; set OSS_ACCESS_KEY_ID"),
-        ({"key": "only"}, ConfigError, "both 'key' and 'secret'"),
-        ({"secret": "only"}, ConfigError, "both 'key' and 'secret'"),
+        ({"key": "AKIAonly"}, ConfigError, "both 'key' and 'secret'"),
+        ({"secret": "only-secret"}, ConfigError, "both 'key' and 'secret'"),
         (FIXED | {"credentials_file": "x"}, ConfigError, "give one of them"),
         ({"credentials_provider": "name"}, ConfigError, "must be a function"),
         ({"credentials_provider": dict}, AccessDeniedError, "gives no credentials"),

@@ -10,6 +10,8 @@ import pickle
 import random
 import socket
 import string
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,14 +20,15 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 import fsspec
+import numpy as np
 import pytest
 
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader, build_datasets
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, StreammegaError
-from streammega.errors.redaction import redact, redact_urls
+from streammega.errors import ConfigError, StorageError, StreammegaError
+from streammega.errors.redaction import redact, redact_urls, remember_secrets
 from streammega.samples.open import prepare
 from streammega.samples.segments import source_names
 from streammega.storage import open_store
@@ -316,6 +319,7 @@ NESTED: dict[str, Callable[[str], dict[str, Any]]] = {
 def test_secret_options_are_taken_out_however_they_are_written(name: str, seed: int) -> None:
     secret = some_secret(random.Random(f"{name}{seed}"), ANYTHING)
     options = NESTED[name](secret)
+    remember_secrets(options)
     said_by_name: dict[str, Any] = {
         "a SAS": f"https://account/container/blob?{options.get('sas_token')}&x=1 or {options.get('sas_token')}",
         "a connection string": options.get("connection_string"),
@@ -327,7 +331,7 @@ def test_secret_options_are_taken_out_however_they_are_written(name: str, seed: 
     for said in (
         [plain] if in_url else [plain, quote(plain), quote_plus(plain), json.dumps({"said": plain})]
     ):
-        shown = redact(f"Error: the server said {said} and hung up", options)
+        shown = redact(f"Error: the server said {said} and hung up")
         for form in (
             secret,
             quote(secret),
@@ -377,18 +381,98 @@ def test_signatures_of_urls_are_taken_out(name: str) -> None:
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact_urls(text) == text
-    assert (
-        redact(
-            text,
-            {
-                "anon": True,
-                "token": "anon",
-                "endpoint_url": "http://127.0.0.1:9000",
-                "project": "bucket",
-            },
-        )
-        == text
+    endpoint = "http://127.0.0.1:9000"
+    remember_secrets({"anon": True, "token": "anon", "endpoint_url": endpoint, "project": "bucket"})
+    assert redact(text) == text
+
+
+CONTEXTS: dict[str, str] = {
+    "of its own": "{}",
+    "in a path": "s3://bucket/{}/web",
+    "in a word": "x{}x",
+    "in a name": "my_{}_1",
+    "beside a point": "({}).",
+}
+
+
+@pytest.mark.parametrize(("secret", "stays"), [("Sx7-wq", True), ("Sx7-wqxS", False)])
+def test_a_short_secret_is_hidden_as_a_word_of_its_own(secret: str, stays: bool) -> None:
+    remember_secrets({"secret": secret})
+    hidden = {name for name in CONTEXTS if secret not in redact(CONTEXTS[name].format(secret))}
+    assert hidden == {"of its own", "in a path", "beside a point"} | (
+        set() if stays else {"in a word", "in a name"}
     )
+
+
+PROCESS = """
+import logging, os, pickle, sys
+from streammega import StorageConfig
+from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+handler = logging.StreamHandler(sys.stdout)
+logging.getLogger("streammega.any").addHandler(handler)
+log = get_logger("streammega.any")
+os.environ["AWS_SESSION_TOKEN"] = "Sx-of-the-environment"
+config = pickle.loads(bytes.fromhex(sys.argv[1]))
+for secret in (sys.argv[2], "Sx-of-the-environment"):
+    print(repr(ConfigError(f"no {secret}")))
+    log.warning("no %s, none", secret)
+    try:
+        raise KeyError(secret)
+    except KeyError:
+        log.exception("an error of another library")
+print(*config.storage_options.values())
+"""
+
+
+@pytest.mark.guarantee("no-secret-shown")
+def test_a_process_that_gets_options_or_variables_shows_them_in_no_error_and_no_record() -> None:
+    secret = "Sx-of-options"
+    config = StorageConfig(storage_options={"secret": secret})
+    command = [sys.executable, "-c", PROCESS, pickle.dumps(config).hex(), secret]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    *shown, used = run.stdout.splitlines()
+    assert used == secret
+    assert shown.count("KeyError: '***'") == 4  # of each error, by both handlers
+    assert shown.count("ConfigError('no ***')") == 2
+    assert "Sx" not in "\n".join(shown)
+
+
+def test_a_failed_request_remembers_its_secrets_though_thousands_came_after_them() -> None:
+    secret = "Sx-of-options"
+    store, key = open_store(
+        "s3://no/key",
+        StorageConfig(
+            storage_options={"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": secret}
+        ).tuned(max_retries=0),
+    )
+    for number in range(9000):
+        remember_secrets({"secret": f"Sx-renewed-{number}"})
+    assert redact(f"{secret}, Sx-renewed-1, Sx-renewed-8999") == f"{secret}, Sx-renewed-1, ***"
+    with pytest.raises(StorageError):
+        store.info(key)
+    assert redact(secret) == "***"
+
+
+def test_names_that_are_used_are_as_they_are_given(tmp_path: Path) -> None:
+    """A secret may be a part of a name: it is hidden where that is shown, and nowhere else."""
+    storage = StorageConfig(storage_options={"secret": "web-texts"})
+    (tmp_path / "web-texts.jsonl").write_text('{"text": "web-texts"}\n' * 9)
+    made = convert(
+        [str(tmp_path / "web-texts.jsonl")],
+        str(tmp_path / "web-texts"),
+        tokenizer="bytes",
+        provenance=True,
+        storage=storage,
+    )
+    indexed = IndexedDataset(made.prefix, storage)
+    assert bytes(np.asarray(indexed.get(0, 0, 9), "u1")) == b"web-texts"
+    origin = indexed.origin(0)
+    assert origin is not None
+    assert origin.path == str(tmp_path / "web-texts.jsonl")
+    with pytest.raises(StreammegaError, match=r"no/\*\*\*\.bin"):
+        IndexedDataset(str(tmp_path / "no" / "web-texts"), storage)
 
 
 @pytest.mark.parametrize(

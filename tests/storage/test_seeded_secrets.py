@@ -1,14 +1,17 @@
 """Secrets are given in every way there is, to every command, and to servers that repeat what they are
-sent. Then all that was printed, logged, written to disks and put into buckets is searched for them.
+sent, while all libraries log what they do. Then all that was printed, logged, written to disks and put
+into buckets is searched for them.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import logging
 import os
 import pickle
+import pkgutil
 import re
 import sys
 import threading
@@ -126,6 +129,8 @@ class World(NamedTuple):
             "XDG_CACHE_HOME": str(self.written / "cache"),
             "TMPDIR": str(self.written / "tmp"),
             "STREAMMEGA_LOG": "DEBUG",
+            "PYTHONASYNCIODEBUG": "1",
+            "RUST_LOG": "trace",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://{host}",
             "AWS_EC2_METADATA_DISABLED": "true",
@@ -332,13 +337,26 @@ def in_a_process_of_its_own(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(environment["TMPDIR"])
-    logging.disable(logging.NOTSET)
+    log_all()
     sys.addaudithook(note_what_is_started)
     codes = []
     for words in calls:
         print(f"----- {words[0]}")
         codes.append(main(words))
     return codes
+
+
+def log_all() -> None:
+    """Have the libraries below log all that they do."""
+    logging.disable(logging.NOTSET)
+    names = ["asyncio", "s3fs", "fsspec", "urllib3", "aiohttp", "boto3", "obstore", "filelock"]
+    for library in map(importlib.import_module, ("botocore", "aiobotocore")):
+        # each by itself: commands set the level of them all
+        names += [
+            f"{library.__name__}.{item.name}" for item in pkgutil.iter_modules(library.__path__)
+        ]
+    for name in names:
+        logging.getLogger(name).setLevel(logging.DEBUG)
 
 
 def note_what_is_started(event: str, arguments: tuple[Any, ...]) -> None:
@@ -438,6 +456,25 @@ def test_commands_that_fail_show_no_secret(
 
 
 @pytest.mark.guarantee("no-secret-shown")
+def test_what_clients_log_of_their_requests_shows_no_secret(world: World) -> None:
+    environment, _ = from_environment(world, world.host)
+    storage = ["--storage-file", world.give("storage.toml", 'transport = "fsspec"\n')]
+    calls = [["ls", "s3://g403/web/", *storage], ["verify", "s3://g403/web", *storage]]
+    log = world.written / "log"
+    arguments = ({**world.environment(world.host), **environment}, str(log), calls)
+    Child(in_a_process_of_its_own, *arguments, method="forkserver").join()
+    text = log.read_text()
+    for words in (
+        "Using selector",
+        "Sending http request",
+        "X-Amz-Security-Token",
+        "CanonicalRequest",
+    ):
+        assert words in text
+    check_nothing_shows(world, "")
+
+
+@pytest.mark.guarantee("no-secret-shown")
 def test_inputs_and_datasets_of_signed_urls_show_no_signature(world: World) -> None:
     texts = f"http://{world.host}/{{}}/in.jsonl?{QUERY}"
     calls = [
@@ -452,9 +489,16 @@ def test_inputs_and_datasets_of_signed_urls_show_no_signature(world: World) -> N
 
 
 def use_the_library(world: World, environment: dict[str, str], root: str) -> None:
-    """Print all that objects say of themselves, and what their errors say in a traceback."""
+    """Print all that objects say of themselves, what their errors say in a traceback, and our records
+    as a handler of a user gets them.
+    """
     os.environ |= environment
     (world.written / "state").mkdir()
+    log_all()
+    logging.getLogger("streammega").setLevel(logging.DEBUG)
+    handler = logging.FileHandler(world.written / "records")
+    handler.addFilter(logging.Filter("streammega"))
+    logging.getLogger().addHandler(handler)
     storage = load_storage(str(world.given / "storage.toml"))
     config = DataConfig(
         blend=[f"{root}/web"],

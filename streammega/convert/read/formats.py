@@ -161,7 +161,7 @@ def read_slice(
     except Exception as error:  # the libraries under it raise whatever they like
         message = str(error)
         if not isinstance(error, StreammegaError):
-            message = unreadable(path, error, storage, _end_of(last))
+            message = unreadable(path, error, _end_of(last))
         elif options.on_error == "stop" or not isinstance(error, ConvertError):
             # storage that fails makes no file unreadable: it would be left out for good
             raise

@@ -5,7 +5,6 @@ it is left out.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections import Counter
@@ -52,12 +51,13 @@ from streammega.errors import (
     ObjectNotFoundError,
     StreammegaError,
 )
+from streammega.errors.logs import get_logger
 from streammega.errors.redaction import redact_urls, split_query
 from streammega.storage.etags import SIZED
 from streammega.storage.file_system import failure_of
 from streammega.storage.open import escapes_folder, is_in_a_bucket, is_remote
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Names of inputs. A single one needs no list."""
@@ -97,13 +97,13 @@ def find_inputs(
     """Arrow files that are named themselves, by their folders."""
     tables: dict[str, Table | None] = {}
     for item in expand_lists(input_names(inputs)):
-        with _plain_errors(item, storage):
+        with _plain_errors(item):
             of_item = _inputs_of(item, storage, options, skipped, own_output, tables)
         files += of_item
         if of_item[0].path == item and of_item[0].format == "arrow":
             named.setdefault(os.path.dirname(item), []).append(of_item[0])
     for folder, items in named.items():
-        with _plain_errors(folder, storage):
+        with _plain_errors(folder):
             files = drop_inputs(files, _unlisted(folder, items, storage), NOT_IN_INDEX, skipped)
     if not files:
         raise ConfigError(
@@ -168,8 +168,8 @@ def expand_lists(inputs: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _plain_errors(item: str, storage: StorageConfig) -> Iterator[None]:
-    """Errors of disks and clients become ours, without secrets."""
+def _plain_errors(item: str) -> Iterator[None]:
+    """Errors of disks and clients become ours."""
     shown, _query = split_query(item)
     try:
         yield
@@ -177,7 +177,7 @@ def _plain_errors(item: str, storage: StorageConfig) -> Iterator[None]:
         raise
     except OSError as error:
         if is_remote(item):
-            failure = failure_of(shown, error, storage)
+            failure = failure_of(shown, error)
             is_missing = isinstance(failure, ObjectNotFoundError)
             raise (_not_found(item) if is_missing else failure) from None
         if isinstance(error, PermissionError):
@@ -187,7 +187,7 @@ def _plain_errors(item: str, storage: StorageConfig) -> Iterator[None]:
             f"{error.filename or item}: cannot be read ({error.strerror or error})"
         ) from None
     except Exception as error:  # clients raise whatever they like
-        raise failure_of(shown, error, storage) from None
+        raise failure_of(shown, error) from None
 
 
 def _not_found(item: str) -> ObjectNotFoundError:

@@ -150,7 +150,7 @@ def _rows_of_chunk(data: bytes, path: str, source: Source) -> Iterator[RawDocume
     except StreammegaError:
         raise
     except Exception as error:  # of pyarrow, of codecs
-        raise ConvertError(unreadable(path, error, source.storage)) from None
+        raise ConvertError(unreadable(path, error)) from None
 
 
 def keep_folder(
@@ -216,7 +216,7 @@ def _documents(
         except UnicodeDecodeError as error:
             source.fault("broken record", str(not_utf8(where, error)))
         except Exception as error:  # of arrays, JSON and sizes that are not what they say
-            source.fault("broken record", unreadable(where, error, source.storage))
+            source.fault("broken record", unreadable(where, error))
         else:
             yield document
 
@@ -288,7 +288,7 @@ def _decompress(data: bytes, suffix: str, path: str, source: Source) -> bytes:
                     f"max_record_bytes (--max-record-bytes) if there is memory"
                 )
     except (EOFError, OSError) as error:
-        source.fault("unreadable file", unreadable(path, error, source.storage))
+        source.fault("unreadable file", unreadable(path, error))
     return b"".join(pieces)
 
 

@@ -13,10 +13,9 @@ from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import open_stream
 from streammega.errors import ConvertError
-from streammega.errors.redaction import redact, redact_urls, without_queries
+from streammega.errors.redaction import redact, without_queries
 from streammega.errors.words import in_one_line, without_controls
 from streammega.storage.file_system import open_file
-from streammega.storage.open import is_remote
 
 GLOB_CHARS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
@@ -94,7 +93,7 @@ class Skipped:
         self.leave_out(kind, count)
         self.errors += count
         if len(self.messages) < MAX_MESSAGES:
-            self.messages.append(without_controls(redact_urls(message)))
+            self.messages.append(without_controls(redact(message)))
 
     def leave_out(self, reason: str, count: int = 1) -> None:
         """Count documents that are left out."""
@@ -148,14 +147,11 @@ def too_large(where: str, options: ConvertOptions) -> str:
     )
 
 
-def unreadable(path: str, error: Exception, storage: StorageConfig, where: str = "") -> str:
-    """The message for a library's error, without secrets. where: the place in the file, after a
-    blank.
-    """
+def unreadable(path: str, error: Exception, where: str = "") -> str:
+    """The message for a library's error. where: the place in the file, after a blank."""
     if isinstance(error, PermissionError):
         return f"{path}: permission denied; make it readable, or leave it out by --exclude"
-    message = without_queries(f"{type(error).__name__}: {error}")
-    reason = redact(message, dict(storage.storage_options) if is_remote(path) else {})
+    reason = without_queries(f"{type(error).__name__}: {error}")
     return f"{in_one_line(path)}: cannot be read{where} ({reason}); check that the file is whole and its suffix right"
 
 

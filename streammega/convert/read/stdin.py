@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import glob
 import io
-import logging
 import os
 import shutil
 import stat
@@ -21,8 +20,9 @@ from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.text import BYTE_ORDER_MARK, why_no_text
 from streammega.convert.work_dir import KEPT_INPUT, WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.errors.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 READ_BYTES = 1 << 20
 SIGN_BYTES = 16

@@ -97,7 +97,7 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
                 raise
             except Exception as error:  # of pyarrow, of codecs
                 where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
-                message = unreadable(source.path, error, source.storage, where)
+                message = unreadable(source.path, error, where)
                 source.fault("unreadable row", message, stop_row - row)
 
 
@@ -256,7 +256,7 @@ def arrow_rows(
         except pa.ArrowInvalid as error:
             num_sound = _sound_rows(wanted)
             lost = f" from row {row + num_sound + 1:,} to {row + batch.num_rows:,}"
-            message = unreadable(source.path, error, source.storage, lost)
+            message = unreadable(source.path, error, lost)
         if num_sound:
             yield from _rows(wanted.slice(0, num_sound), paths, source, row)
         if num_sound < batch.num_rows:

@@ -125,7 +125,7 @@ def _has_lines(item: Input, storage: StorageConfig) -> bool:
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
-        raise ConvertError(unreadable(item.path, error, storage)) from None
+        raise ConvertError(unreadable(item.path, error)) from None
 
 
 def _records_of_lines(file: Any, head: bytes, source: Source) -> Iterator[RawDocument]:

@@ -159,7 +159,7 @@ class Remote:
         try:
             row = self._row(path, self.system.info(self._name(path)))
         except Exception as error:  # clients raise whatever they like
-            failure = failure_of(self.name, error, self.storage)
+            failure = failure_of(self.name, error)
             if isinstance(failure, EndpointError):
                 raise failure from None
             return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -35,8 +34,9 @@ from streammega.convert.tokenize.tokenizer_files import (
 from streammega.convert.tokenize.tokenizers import Tokenizer, TokenSpans, load_tokenizer
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.cached_property import cached_property
+from streammega.errors.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _CHATML = """\
 {% for message in messages %}

@@ -4,7 +4,6 @@ be possible there.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from streammega.errors import (
     StorageError,
     UnsupportedOperation,
 )
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 from streammega.errors.words import is_utf8
 from streammega.storage import join_url, open_store
 from streammega.storage.object_ops import exists, find_etag, read_if_exists
@@ -33,7 +32,7 @@ from streammega.storage.open import is_remote, local_path
 from streammega.storage.store import Store, atomic_writer, put_if
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 PROBE = ".streammega-writable"
 """Ends the name of the object by which a conversion tries its rights. The file is hidden, so it is
@@ -193,7 +192,7 @@ def check_writable(
         with atomic_writer(store, key) as writer:
             writer.write(PROBED)
         if commits is not None and not _knows(commits, store, key):
-            warn_once(log, f"no conditions {prefix}", NO_CONDITIONS, redact_urls(prefix))
+            warn_once(log, f"no conditions {prefix}", NO_CONDITIONS, prefix)
     except ObjectNotFoundError:
         reason = "there is no such folder; create it"
         if is_remote(prefix):
@@ -214,7 +213,7 @@ def check_writable(
             ) from None
         log.warning(
             "%s: %s was left there, for want of the right to delete (%s)",
-            redact_urls(prefix),
+            prefix,
             key.rpartition("/")[2],
             error,
         )

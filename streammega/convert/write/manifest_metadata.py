@@ -4,7 +4,6 @@ inputs, where they agree.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,9 +17,9 @@ from streammega.dataset.labels import TokenizerLabel, list_names, mixed_tokenize
 from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.names import MANIFEST, dataset_of_marked, split_name, without_number
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
-from streammega.errors.redaction import redact_urls
+from streammega.errors.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Labels = dict[str, Any]
 UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}}
@@ -109,7 +108,7 @@ def _warn_of_unknown_tokenizers(
         log.warning(
             "%s: no manifest names the tokenizer of these tokens, so it is not compared; put together "
             "only what one tokenizer made ('streammega describe' shows ids and texts)",
-            redact_urls(list_names([*unknown, *others])),
+            list_names([*unknown, *others]),
         )
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import inspect
-import logging
 import math
 import time
 import uuid
@@ -27,7 +26,8 @@ from streammega.errors import (
     ObjectNotFoundError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact, redact_answer
+from streammega.errors.logs import get_logger
+from streammega.errors.redaction import redact_urls
 from streammega.storage.backends.obstore import S3_SCHEMES
 from streammega.storage.backends.remote import (
     CONNECT_TIMEOUT,
@@ -68,7 +68,7 @@ from streammega.storage.store import (
     listed_etag,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RECHECK = 30.0
 """Seconds between two checks of the ETag of an object whose bodies come without one."""
@@ -133,7 +133,7 @@ class FsspecStore(RemoteStore):
         """The full URL of a key, without credentials."""
         path = self._path(key)
         url = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
-        return redact(url, self._config.storage_options)
+        return redact_urls(url)
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
@@ -376,11 +376,10 @@ class FsspecStore(RemoteStore):
             limit = explain_fd_limit(error)
             if limit:
                 raise EndpointError(f"{self.scheme}://: {limit}") from None
-            reason = redact_answer(str(error), self._config.storage_options)
-            raise ConfigError(f"{self.scheme}://: storage_options do not fit: {reason}") from None
+            raise ConfigError(f"{self.scheme}://: storage_options do not fit: {error}") from None
 
     def _error(self, key: str, error: BaseException) -> BaseException:
-        return driver_error(self.url(key), error, self._config.storage_options)
+        return driver_error(self.url(key), error)
 
 
 def _driver_class(scheme: str) -> Any:
@@ -393,8 +392,8 @@ def _driver_class(scheme: str) -> Any:
         raise ConfigError(f"{scheme}://: no storage has this scheme; {hint}") from None
 
 
-def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> BaseException:
-    """Our error for an error of an fsspec driver. options: the storage options, whose secrets are hidden."""
+def driver_error(url: str, error: BaseException) -> BaseException:
+    """Our error for an error of an fsspec driver."""
     if isinstance(error, StreammegaError) or not isinstance(error, Exception):
         return error
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
@@ -402,7 +401,7 @@ def driver_error(url: str, error: BaseException, options: Mapping[str, Any]) -> 
     if cause is not None and (status_of(cause) or is_of_network(cause)):
         error = cause
     name = type(error).__name__
-    text = redact_answer(f"{name}: {error}".splitlines()[0], options)
+    text = f"{name}: {error}".splitlines()[0]
     status = status_of(error)
     if status:
         return failure_of_status(url, status, text)

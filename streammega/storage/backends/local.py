@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import itertools
-import logging
 import mmap
 import os
 import re
@@ -32,6 +31,7 @@ from streammega.errors import (
     StorageError,
     UnsupportedOperation,
 )
+from streammega.errors.logs import get_logger
 from streammega.kernels.addresses import check_room
 from streammega.storage.atomic_file import BUFFER_BYTES, AtomicFile, sync_folder
 from streammega.storage.etags import check_version
@@ -50,7 +50,7 @@ from streammega.storage.store import (
     check_length,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Result = TypeVar("Result")
 WRITE_BACK_BYTES = 8 << 20

@@ -28,7 +28,7 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact_answer, redaction_of
+from streammega.errors.redaction import redact_urls
 from streammega.storage import retry
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore, note_client
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
@@ -138,7 +138,6 @@ class ObstoreStore(RemoteStore):
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
         self._urls: dict[str, str] = {}  # kept, since each request needs one
-        self._redacted = redaction_of(config.storage_options)
         self._bucket_seen = scheme in ("http", "https")  # they have none
         deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
         self._last_policy = replace(self._policy, deadline=deadline)
@@ -151,7 +150,7 @@ class ObstoreStore(RemoteStore):
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         if key not in self._urls:
-            self._urls[key] = self._redacted(f"{self.scheme}://{self.root}/{key}")
+            self._urls[key] = redact_urls(f"{self.scheme}://{self.root}/{key}")
         return self._urls[key]
 
     def _check_key(self, key: str) -> None:
@@ -396,7 +395,7 @@ class ObstoreStore(RemoteStore):
             limit = explain_fd_limit_of_connection(error)
             if limit:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
-            reason = redact_answer(str(error).splitlines()[0], self._config.storage_options)
+            reason = str(error).splitlines()[0]
             raise ConfigError(f"{self.url('')}: storage_options do not fit: {reason}") from None
 
     def _s3_arguments(self) -> dict[str, Any]:
@@ -408,7 +407,7 @@ class ObstoreStore(RemoteStore):
             return error
         message = str(error)
         lines = message.splitlines() or [type(error).__name__]
-        text = redact_answer(lines[0], self._config.storage_options)
+        text = lines[0]
         url = self.url(key)
         # All that the server said: codes may be in later lines.
         answer = message.partition(_DEBUG_DUMP)[0]
@@ -422,7 +421,6 @@ class ObstoreStore(RemoteStore):
             return no_renewal(text)
         status = _STATUS.search(text)
         if status:
-            answer = redact_answer(answer, self._config.storage_options)
             return failure_of_status(url, int(status[1]), answer)
         if isinstance(error, FileNotFoundError):
             return missing(url)
@@ -442,7 +440,7 @@ class ObstoreStore(RemoteStore):
         network = any(sign in message for sign in _NETWORK)
         if causes := _CAUSE.findall(message) if network else ():
             no_tls = " (it speaks no TLS: http://?)" if causes[-1] == "InvalidContentType" else ""
-            text += f": {redact_answer(causes[-1], self._config.storage_options)}{no_tls}"
+            text += f": {causes[-1]}{no_tls}"
         return failure_without_status(url, error, text, of_network=network)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import urllib.request
@@ -13,9 +12,11 @@ from typing import Any
 
 from streammega.config.validate import parse_json
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
+from streammega.errors.logs import get_logger
+from streammega.errors.redaction import remember_secrets
 from streammega.storage.fork_lock import process_lock
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 READ_AGAIN_S = 300.0
 """Seconds after which a key is read again, so that it can be replaced without a restart."""
@@ -163,12 +164,13 @@ def key_of(answer: Any, where: str) -> OssKey:
         raise AccessDeniedError(
             f"oss://: {where} gives no credentials; it must hold AccessKeyId and AccessKeySecret"
         )
-    return OssKey(
-        access_key_id=str(key).strip(),
-        access_key_secret=str(secret).strip(),
-        token=str(_field(answer, _TOKEN_NAMES) or "").strip(),
-        expires=expires,
-    )
+    current = {
+        "access_key_id": str(key).strip(),
+        "access_key_secret": str(secret).strip(),
+        "token": str(_field(answer, _TOKEN_NAMES) or "").strip(),
+    }
+    remember_secrets(current)
+    return OssKey(**current, expires=expires)
 
 
 def _field(answer: Any, names: tuple[str, ...]) -> Any:

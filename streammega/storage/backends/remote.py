@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from streammega.config import MiB, StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
+from streammega.errors.redaction import remember_secrets
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
@@ -224,6 +225,7 @@ class RemoteStore(Store):
         try:
             return request(client)
         except BaseException as error:
+            remember_secrets(self._config.storage_options)  # for what it says
             raise self._error(key, error) from None
 
     def _client(self) -> Any:

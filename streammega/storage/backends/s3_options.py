@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,12 +14,13 @@ from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
-from streammega.errors.redaction import redact_answer
+from streammega.errors.logs import get_logger
+from streammega.errors.redaction import remember_secrets
 from streammega.storage.backends.remote import CONNECT_TIMEOUT
 from streammega.storage.http_errors import no_renewal
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 CREDENTIALS_LAST = timedelta(minutes=10)
 """The expiry that obstore is given. It asks again five minutes before: they may have been renewed."""
 S3_OPTIONS = frozenset(
@@ -267,14 +267,14 @@ def _credential_provider(
             frozen = credentials.get_frozen_credentials()
         except Exception as error:
             # obstore prints the traceback.
-            reason = redact_answer(f"{type(error).__name__}: {error}", options)
-            raise no_renewal(reason) from None
-        return {
+            raise no_renewal(f"{type(error).__name__}: {error}") from None
+        current = {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + CREDENTIALS_LAST,
         }
+        remember_secrets(current)
+        return {**current, "expires_at": datetime.now(UTC) + CREDENTIALS_LAST}
 
     return provide
 

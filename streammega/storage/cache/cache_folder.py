@@ -17,7 +17,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
 from streammega.errors import CacheError
+from streammega.errors.logs import get_logger
 from streammega.storage.atomic_file import write_file
 from streammega.storage.cache.chunk_file import (
     OPEN_FLAGS,
@@ -51,7 +51,7 @@ from streammega.storage.fd_limit import TOO_MANY_ERRNOS, fd_limit_message
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 LAYOUT = 4
 """Part of the name of each object. Objects of another layout are ignored and evicted later."""

@@ -8,7 +8,6 @@ bytes. Ranks own lanes, so that is rare (docs/reliability.md has figures).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from streammega.errors.logs import get_logger
 from streammega.storage.cache import chunk_file
 from streammega.storage.cache.cache_folder import PageCache, object_name, touch
 from streammega.storage.cache.chunk_file import (
@@ -30,7 +30,7 @@ from streammega.storage.cache.chunk_file import (
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Bytes, Span, Store, WrapperStore
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 TOUCH_SECONDS = 60.0
 """Seconds between two touches of the objects that a process has open."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
+from streammega.errors.logs import get_logger
 from streammega.storage import retry
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
@@ -35,7 +35,7 @@ from streammega.storage.fork_lock import process_lock
 from streammega.storage.retry import RetryPolicy, take_refusals
 from streammega.storage.warn_once import warn_once
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 HEDGE_SECONDS = 0.02

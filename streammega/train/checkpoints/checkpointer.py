@@ -7,7 +7,6 @@ checkpoints there are, and publishes new ones. An error of one rank is raised on
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from streammega.config import StorageConfig
 from streammega.errors import StateError, StorageError
+from streammega.errors.logs import get_logger
 from streammega.parallel.rank_sync import RankSync
 from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
 from streammega.train.checkpoints.integrity import (
@@ -46,7 +46,7 @@ from streammega.train.checkpoints.store import (
 )
 from streammega.train.parallel_model import ParallelModel
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Accept = Callable[[dict[str, Any]], None]
 """Is called with the position of a checkpoint. Raises StateError for one of another run."""

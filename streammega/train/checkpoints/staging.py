@@ -6,7 +6,6 @@ and it pins each tensor by itself.
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Mapping
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streammega.errors.logs import get_logger
 from streammega.gradients.buffers import local_part
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 ALIGNMENT = 64
 """Bytes. A view as another dtype needs a multiple of its element at least."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -29,6 +28,7 @@ import filelock
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.errors.logs import get_logger
 from streammega.parallel.rank_sync import RankSync
 from streammega.storage import Store, join_url, open_store
 from streammega.storage.atomic_file import sync_folder
@@ -39,7 +39,7 @@ from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import CheckpointFiles
 from streammega.train.checkpoints.integrity import CHECKSUMS, DamagedError, checksum_matches
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SHARED_SIGN = ".shared-"
 """The prefix of the small files by which ranks check that they share the store."""

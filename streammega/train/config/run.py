@@ -16,7 +16,7 @@ import dacite
 from streammega.config import DataConfig, PhaseConfig, StorageConfig, parse_blend
 from streammega.config.validate import field_types, read_toml, unknown_setting
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls, redacted_repr
+from streammega.errors.redaction import redacted_repr
 from streammega.errors.words import pluralize
 from streammega.order.schedule import TrainingSchedule, resolve_phase_starts, training_schedule
 from streammega.train.config.settings import ModelConfig, ParallelConfig, TrainConfig
@@ -216,7 +216,7 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
             _check_section(value, hints[name], f"{path}{name}")
         if name == "storage_by_prefix" and isinstance(value, Mapping):
             for prefix, storage in value.items():
-                section = f"{path}{name}.{json.dumps(redact_urls(prefix))}"
+                section = f"{path}{name}.{json.dumps(prefix)}"
                 _check_section(storage, StorageConfig, section)
     if kind is RunConfig:
         for section in ("data", "model", "train"):
