@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from typing import Any
 
 from streammega.errors import (
     AccessDeniedError,
@@ -21,12 +20,15 @@ TRANSIENT_STATUSES = frozenset((408, 409, 425))
 PERMANENT_STATUSES = frozenset((501, 505))
 """Statuses from 500 on after which no other try can: the server does not support the request."""
 PARTIAL_CONTENT = 206
-_CODE = re.compile(r"<Code>(\w+)</Code>")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
-EXPIRED = re.compile(r"ExpiredToken|TokenExpired|TokenRefreshRequired|token.{0,40} expired")
-"""Codes and texts of S3 and OSS for temporary credentials whose time is over."""
+EXPIRED = re.compile("ExpiredToken|TokenExpired|TokenRefreshRequired")
+"""Codes of S3 and OSS for temporary credentials whose time is over."""
 CLOCK_DIFFERS = "RequestTimeTooSkewed"
 """The code of S3 and OSS where the clocks of client and server differ by minutes."""
+_WRONG_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+"""Codes of S3 for requests that went to another region than the bucket's."""
+_BUSY = ("SlowDown", "ServiceUnavailable", "TooManyRequests")
+"""Codes for too many requests, also in answers with status 200, which botocore takes for a 500."""
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Names of botocore's errors."""
 FAILED_RENEWALS = ("CredentialRetrievalError", "MetadataRetrievalError")
@@ -35,13 +37,6 @@ STILL_EXPIRED = "refreshed credentials are still expired"
 """Part of the message of botocore's RuntimeError where the source gives old credentials."""
 NO_RENEWAL = "credentials could not be renewed"
 """Part of the message of `no_renewal`. An error that is raised within obstore loses its class."""
-WRONG_REGION = re.compile(
-    "PermanentRedirect|AuthorizationHeaderMalformed|incorrectly configured region|region '.*' is wrong"
-)
-"""Codes and texts of S3, obstore and botocore for requests that went to another region than the bucket's."""
-_XML_MESSAGE = re.compile("<Message>([^<]+)")
-NO_BUCKET = "bucket does not exist"
-"""Part of the message that s3fs has for NoSuchBucket, without that code."""
 _NETWORK = (
     "Timeout",
     "Connect",
@@ -74,37 +69,31 @@ _NETWORK_NUMBERS = frozenset(
 """Numbers of an OSError where a network failed. A name that was not found has EAI_*."""
 
 
-def failure_of_status(url: str, status: int, text: str) -> StorageError:
-    """The error for an answer. text: what the server said; the error repeats its first line."""
-    reason = text.splitlines()[0] if text else f"status {status}"
-    if message := _XML_MESSAGE.search(text):
-        reason = reason.partition("<")[0] + message[1]
-    if "NoSuchBucket" in text or NO_BUCKET in text:
+def failure_of_status(url: str, status: int, code: str, reason: str) -> StorageError:
+    """The error for an answer. code: S3's, "" where the answer has none. reason: what the server said."""
+    if code == "NoSuchBucket":
         return missing_bucket(url)
     if status == 404:
         return missing(url)
-    if CLOCK_DIFFERS in text:
+    if code == CLOCK_DIFFERS:
         return server_failed(
             url, f"the clock of this machine differs from its own; set it: {reason}"
         )
-    if status in (401, 403) or EXPIRED.search(text):
-        code = _CODE.search(text)
-        reason = f"{code[1]}; {reason}" if code else reason
-        return expired(url, reason) if EXPIRED.search(text) else denied(url, reason)
-    if status == 301 or WRONG_REGION.search(text):
+    if EXPIRED.search(code):
+        return expired(url, reason)
+    if status in (401, 403):
+        return denied(url, reason)
+    # A HEAD has no body: of a wrong region it says 400 alone.
+    if status == 301 or code in _WRONG_REGION or (status == 400 and not code):
         return wrong_region(url, reason)
     if status == 416:
         return truncated(url, reason)
-    if status in (429, 503):
+    if status in (429, 503) or code in _BUSY:
         return throttled(url, reason)
     has_failed = status >= 500 and status not in PERMANENT_STATUSES
     # S3 sends this code with status 400.
-    too_slow = "RequestTimeout" in text
-    if status in TRANSIENT_STATUSES or has_failed or too_slow:
+    if status in TRANSIENT_STATUSES or has_failed or code == "RequestTimeout":
         return server_failed(url, reason)
-    # A HEAD has no body: of a wrong region it says 400 alone.
-    if status == 400 and "<" not in text:
-        return wrong_region(url, reason)
     return StorageError(f"{url}: {reason}")
 
 
@@ -223,25 +212,27 @@ def failure_without_status(
     limit = explain_fd_limit_of_connection(error) if of_network else explain_fd_limit(error)
     if limit:
         return EndpointError(f"{url}: {limit}")  # another try may help, since other connections end
-    if WRONG_REGION.search(text):
-        return wrong_region(url, text)
     return no_answer(url, text) if of_network else StorageError(f"{url}: {text}")
 
 
-def status_of(error: BaseException) -> int:
-    """The HTTP status in an error of botocore, aiohttp or a driver that uses them; 0: none."""
+def answer_of(error: BaseException) -> tuple[int, str]:
+    """The HTTP status, and the code of S3, in an error of a driver or in its cause; 0 and "": none."""
     cause: BaseException | None = error
     while cause is not None:
         answer = getattr(cause, "response", None)
-        if isinstance(answer, dict):
-            metadata = answer.get("ResponseMetadata", {})
-            status: Any = metadata.get("HTTPStatusCode")
-        else:
-            status = getattr(cause, "status", None)
-        if isinstance(status, int):
-            return status
+        if isinstance(answer, dict):  # of botocore, which takes the status of a HEAD for a code
+            code = str(answer.get("Error", {}).get("Code", ""))
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if status:
+                return status, "" if code.isdigit() else code
+        # of aiohttp, Azure, gcsfs; aiohttp's errors of bodies have another `code`
+        is_of_gcs = type(cause).__name__ == "HttpError"
+        for name in ("status", "status_code", *(["code"] if is_of_gcs else [])):
+            value = getattr(cause, name, None)
+            if isinstance(value, int):
+                return value, ""
         cause = cause.__cause__
-    return 0
+    return 0, ""
 
 
 def is_of_network(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import inspect
 import math
 import time
@@ -43,22 +42,17 @@ from streammega.storage.http_errors import (
     CLOCK_DIFFERS,
     EXPIRED,
     FAILED_RENEWALS,
-    NO_BUCKET,
     NO_CREDENTIALS,
     STILL_EXPIRED,
+    answer_of,
     check_range,
     denied,
     failure_of_status,
     failure_without_status,
     is_of_network,
     missing,
-    missing_bucket,
     no_renewal,
     no_size,
-    server_failed,
-    status_of,
-    throttled,
-    truncated,
 )
 from streammega.storage.store import (
     ObjectInfo,
@@ -72,12 +66,6 @@ log = get_logger(__name__)
 
 RECHECK = 30.0
 """Seconds between two checks of the ETag of an object whose bodies come without one."""
-_BUSY_SIGNS = ("SlowDown", "reduce your request rate", "TooManyRequests", "(503)")
-"""Texts of drivers where the server asks for fewer requests, and the error has no status."""
-_FAILED_SIGNS = ("InternalError", "(500)")
-_PAST_END_SIGNS = ("InvalidRange", "416, message", "not satisfiable")
-_NO_SIZE = "KeyError: 'ContentLength'"
-"""The message of s3fs for an answer without a size."""
 _HTTP = ("http", "https")
 _VERSION_MARKS = {
     **dict.fromkeys(S3_SCHEMES, "?versionId="),
@@ -162,12 +150,13 @@ class FsspecStore(RemoteStore):
         """Raise why S3 refused HEAD, where the answer to GET says that credentials have expired or that
         the clock differs: that to HEAD has no body.
         """
-        if not self._is_s3 or status_of(error) not in (400, 401, 403):
+        if not self._is_s3 or answer_of(error)[0] not in (400, 401, 403):
             return
         try:
             self._get(fs, key, [(0, 1)], "")
         except Exception as cause:
-            if CLOCK_DIFFERS in str(cause) or EXPIRED.search(str(cause)):
+            _, code = answer_of(cause)
+            if code == CLOCK_DIFFERS or EXPIRED.search(code):
                 raise
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -396,31 +385,27 @@ def driver_error(url: str, error: BaseException) -> BaseException:
     """Our error for an error of an fsspec driver."""
     if isinstance(error, StreammegaError) or not isinstance(error, Exception):
         return error
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    status, code = answer_of(error)
+    cause = error.__cause__
     # fsspec's driver of http raises FileNotFoundError for every failure.
-    if cause is not None and (status_of(cause) or is_of_network(cause)):
+    if (
+        cause is not None
+        and isinstance(error, FileNotFoundError)
+        and (status or is_of_network(cause))
+    ):
         error = cause
     name = type(error).__name__
     text = f"{name}: {error}".splitlines()[0]
-    status = status_of(error)
     if status:
-        return failure_of_status(url, status, text)
+        return failure_of_status(url, status, code, f"{code}; {text}" if code else text)
     if isinstance(error, FileNotFoundError):
-        return missing_bucket(url) if NO_BUCKET in text else missing(url)
+        return missing(url)
     if name in FAILED_RENEWALS or STILL_EXPIRED in text:
         return no_renewal(name)
     if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
         return denied(url, text)
-    if text == _NO_SIZE:
+    if isinstance(error, KeyError) and error.args == ("ContentLength",):  # of s3fs
         return no_size(url)
-    if any(sign in text for sign in _PAST_END_SIGNS):
-        return truncated(url, text)
-    # s3fs raises EBUSY for a 503 without a body.
-    busy = isinstance(error, OSError) and error.errno == errno.EBUSY
-    if busy or any(sign in text for sign in _BUSY_SIGNS):
-        return throttled(url, text)
-    if any(sign in text for sign in _FAILED_SIGNS):
-        return server_failed(url, text)
     return failure_without_status(url, error, text, of_network=is_of_network(error))
 
 

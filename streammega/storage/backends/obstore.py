@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import obstore.exceptions
 import obstore.store
@@ -57,11 +57,14 @@ from streammega.storage.store import (
     listed_etag,
 )
 
-_STATUS = re.compile(r"status code: (\d{3})")
-_REFUSED = re.compile(r"status code: 40[013]")
-"""In errors of answers that may say that credentials have expired, or that the clock differs."""
-_NO_BYTE = re.compile(r"status code: (405|416|501)")
-"""In errors of answers to a GET of one byte: there is none, or no such request."""
+_STATUS = re.compile(r"status code: (\d{3})|redirect without LOCATION")
+"""The status of an answer, in an error. obstore names none for a 301."""
+_XML = re.compile(r"<(Code|Message)>([^<]+)")
+"""What S3 says in the body of an answer."""
+_REFUSED = (400, 401, 403)
+"""Statuses of answers that may say that credentials have expired, or that the clock differs."""
+_NO_BYTE = (405, 416, 501)
+"""Statuses of answers to a GET of one byte: there is none, or no such request."""
 _DEBUG_DUMP = "\n\nDebug source"
 """Begins the part of obstore's messages that is not for users."""
 _CAUSE = re.compile(
@@ -70,16 +73,8 @@ _CAUSE = re.compile(
     re.X,
 )
 """Why the network failed, in the debug dump. The message itself does not say it."""
-_NETWORK = (
-    "error sending request",
-    "timed out",
-    "error decoding response body",
-    "request or response body error",
-    "connection",
-    "operation timed out",
-    "- HTTP error",
-)
-"""Texts of errors without an answer, for which obstore has no class."""
+_NETWORK = "HTTP error: "
+"""Begins the part of a message about a request without an answer, for which obstore has no class."""
 _RANGES_REFUSED = (
     "non-partial response",
     "Range request not supported",
@@ -170,7 +165,7 @@ class ObstoreStore(RemoteStore):
             try:
                 return self._info_of(key, client.head(key))
             except Exception as error:
-                if _REFUSED.search(str(error)):  # the answer to GET says why
+                if _answer_in(error).status in _REFUSED:  # the answer to GET says why
                     self._info_by_get(client, key)
                 raise
 
@@ -198,7 +193,7 @@ class ObstoreStore(RemoteStore):
             try:
                 answer = client.get(key, options={"range": (0, size)})
             except Exception as error:
-                if _NO_BYTE.search(str(error)):  # an empty object has no first byte
+                if _answer_in(error).status in _NO_BYTE:  # an empty object has no first byte
                     return self._info_of(key, client.head(key)), memoryview(b"")
                 raise
             info = self._info_of(key, answer.meta)
@@ -224,10 +219,10 @@ class ObstoreStore(RemoteStore):
             answer = client.get(key, options={"range": (0, 1)})
             answer.bytes()
         except Exception as error:
-            text = str(error)
-            if _NO_BYTE.search(text) or any(words in text for words in _RANGES_REFUSED):
+            answer = _answer_in(error)
+            if answer.status in _NO_BYTE or any(sign in answer.text for sign in _RANGES_REFUSED):
                 return None
-            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
+            if answer.status == 404 and answer.code != "NoSuchBucket":
                 self._bucket_seen = True
             raise
         return self._info_of(key, answer.meta)
@@ -405,13 +400,9 @@ class ObstoreStore(RemoteStore):
         """Our error for one of obstore's, with its first line (the rest is a debug dump)."""
         if isinstance(error, StreammegaError) or not isinstance(error, Exception):
             return error
-        message = str(error)
-        lines = message.splitlines() or [type(error).__name__]
-        text = lines[0]
         url = self.url(key)
-        # All that the server said: codes may be in later lines.
-        answer = message.partition(_DEBUG_DUMP)[0]
-        if any(sign in answer for sign in _RANGES_REFUSED):
+        status, code, text = _answer_in(error)
+        if any(sign in text for sign in _RANGES_REFUSED):
             return StorageError(
                 f"{url}: the server answers range requests with 200 in place of 206, or with no sound "
                 f"Content-Range, which obstore refuses; set transport='fsspec', which takes such answers "
@@ -419,12 +410,11 @@ class ObstoreStore(RemoteStore):
             )
         if NO_RENEWAL in text:
             return no_renewal(text)
-        status = _STATUS.search(text)
         if status:
-            return failure_of_status(url, int(status[1]), answer)
+            return failure_of_status(url, status, code, text)
         if isinstance(error, FileNotFoundError):
             return missing(url)
-        if "invalid path" in text:
+        if isinstance(error, obstore.exceptions.InvalidPathError):
             return StorageError(
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects "
                 f"otherwise ({text})"
@@ -437,11 +427,29 @@ class ObstoreStore(RemoteStore):
             return wrong_range(url, (start, stop), f"bytes [{first}, {end})")
         if _NO_SIZE in text:
             return no_size(url)
-        network = any(sign in message for sign in _NETWORK)
-        if causes := _CAUSE.findall(message) if network else ():
-            no_tls = " (it speaks no TLS: http://?)" if causes[-1] == "InvalidContentType" else ""
-            text += f": {causes[-1]}{no_tls}"
-        return failure_without_status(url, error, text, of_network=network)
+        of_network = _NETWORK in text
+        if of_network and (causes := _CAUSE.findall(str(error))):
+            text += f": {causes[-1]}"
+        return failure_without_status(url, error, text, of_network=of_network)
+
+
+class Answer(NamedTuple):
+    """What an error tells of an answer. code: S3's. text: all of it in one line."""
+
+    status: int
+    code: str
+    text: str
+
+
+def _answer_in(error: Exception) -> Answer:
+    """The answer in one of obstore's errors; 0 and "" where there was none."""
+    message = str(error).partition(_DEBUG_DUMP)[0] or type(error).__name__
+    text = message.splitlines()[0]
+    status = _STATUS.search(text)
+    fields = dict(_XML.findall(message))  # it may be in later lines
+    if fields:
+        text = "; ".join([text.partition("<")[0].rstrip(": "), *fields.values()])
+    return Answer(int(status[1] or 301) if status else 0, fields.get("Code", ""), text)
 
 
 def _listed_infos(page: Sequence[Any]) -> list[ObjectInfo]:
