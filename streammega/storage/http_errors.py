@@ -19,9 +19,13 @@ TRANSIENT_STATUSES = frozenset((408, 409, 425))
 """Statuses below 500 after which another try may succeed: timeout, conflict, too early."""
 PERMANENT_STATUSES = frozenset((501, 505))
 """Statuses from 500 on after which no other try can: the server does not support the request."""
+REFUSED = (400, 401, 403)
+"""Statuses of answers whose code says why: expired credentials, a clock that differs, another region.
+An answer to HEAD has no body, and so no code.
+"""
 PARTIAL_CONTENT = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
-EXPIRED = re.compile("ExpiredToken|TokenExpired|TokenRefreshRequired")
+_EXPIRED = re.compile("ExpiredToken|TokenExpired|TokenRefreshRequired")
 """Codes of S3 and OSS for temporary credentials whose time is over."""
 CLOCK_DIFFERS = "RequestTimeTooSkewed"
 """The code of S3 and OSS where the clocks of client and server differ by minutes."""
@@ -79,7 +83,7 @@ def failure_of_status(url: str, status: int, code: str, reason: str) -> StorageE
         return server_failed(
             url, f"the clock of this machine differs from its own; set it: {reason}"
         )
-    if EXPIRED.search(code):
+    if _EXPIRED.search(code):
         return expired(url, reason)
     if status in (401, 403):
         return denied(url, reason)

@@ -39,10 +39,9 @@ from streammega.storage.backends.s3_options import OSS_OPTIONS, S3_OPTIONS, s3_e
 from streammega.storage.etags import check_version, modified_of_info
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (
-    CLOCK_DIFFERS,
-    EXPIRED,
     FAILED_RENEWALS,
     NO_CREDENTIALS,
+    REFUSED,
     STILL_EXPIRED,
     answer_of,
     check_range,
@@ -132,7 +131,8 @@ class FsspecStore(RemoteStore):
             try:
                 meta = self._ask(fs, "info", path)
             except Exception as error:
-                self._raise_cause(fs, key, error)
+                if self._is_s3 and answer_of(error)[0] in REFUSED:
+                    self._get(fs, key, [(0, 1)], "")  # the answer to GET says why
                 raise
             if meta.get("type") == "directory":
                 raise FileNotFoundError(path)
@@ -145,19 +145,6 @@ class FsspecStore(RemoteStore):
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
         return self._call(key, head)
-
-    def _raise_cause(self, fs: Any, key: str, error: Exception) -> None:
-        """Raise why S3 refused HEAD, where the answer to GET says that credentials have expired or that
-        the clock differs: that to HEAD has no body.
-        """
-        if not self._is_s3 or answer_of(error)[0] not in (400, 401, 403):
-            return
-        try:
-            self._get(fs, key, [(0, 1)], "")
-        except Exception as cause:
-            _, code = answer_of(cause)
-            if code == CLOCK_DIFFERS or EXPIRED.search(code):
-                raise
 
     def _ask(self, fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """One call of the driver, within `request_timeout`.

@@ -37,6 +37,7 @@ from streammega.storage.fd_limit import explain_fd_limit_of_connection
 from streammega.storage.http_errors import (
     CLOCK_DIFFERS,
     NO_RENEWAL,
+    REFUSED,
     denied,
     failure_of_status,
     failure_without_status,
@@ -61,8 +62,6 @@ _STATUS = re.compile(r"status code: (\d{3})|redirect without LOCATION")
 """The status of an answer, in an error. obstore names none for a 301."""
 _XML = re.compile(r"<(Code|Message)>([^<]+)")
 """What S3 says in the body of an answer."""
-_REFUSED = (400, 401, 403)
-"""Statuses of answers that may say that credentials have expired, or that the clock differs."""
 _NO_BYTE = (405, 416, 501)
 """Statuses of answers to a GET of one byte: there is none, or no such request."""
 _DEBUG_DUMP = "\n\nDebug source"
@@ -165,7 +164,7 @@ class ObstoreStore(RemoteStore):
             try:
                 return self._info_of(key, client.head(key))
             except Exception as error:
-                if _answer_in(error).status in _REFUSED:  # the answer to GET says why
+                if _answer_in(error).status in REFUSED:  # the answer to GET says why
                     self._info_by_get(client, key)
                 raise
 
