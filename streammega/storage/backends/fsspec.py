@@ -26,7 +26,6 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.logs import get_logger
-from streammega.errors.redaction import redact_urls
 from streammega.storage.backends.obstore import S3_SCHEMES
 from streammega.storage.backends.remote import (
     CONNECT_TIMEOUT,
@@ -116,11 +115,9 @@ class FsspecStore(RemoteStore):
         """The client's name."""
         return "fsspec"
 
-    def url(self, key: str) -> str:
-        """The full URL of a key, without credentials."""
+    def _full_url(self, key: str) -> str:
         path = self._path(key)
-        url = path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
-        return redact_urls(url)
+        return path if "://" in path else f"{self.scheme}://{path.lstrip('/')}"
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""

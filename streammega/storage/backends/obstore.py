@@ -28,7 +28,6 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact_urls
 from streammega.storage import retry
 from streammega.storage.backends.remote import MAX_PARTS, RemoteStore, note_client
 from streammega.storage.backends.s3_options import client_options, cloud_arguments, s3_arguments
@@ -131,7 +130,6 @@ class ObstoreStore(RemoteStore):
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
-        self._urls: dict[str, str] = {}  # kept, since each request needs one
         self._bucket_seen = scheme in ("http", "https")  # they have none
         deadline = min(LAST_RANGE_TIMEOUT, self._policy.deadline)
         self._last_policy = replace(self._policy, deadline=deadline)
@@ -140,12 +138,6 @@ class ObstoreStore(RemoteStore):
     def transport(self) -> str:
         """The client's name."""
         return "obstore"
-
-    def url(self, key: str) -> str:
-        """The full URL of a key, without credentials."""
-        if key not in self._urls:
-            self._urls[key] = redact_urls(f"{self.scheme}://{self.root}/{key}")
-        return self._urls[key]
 
     def _check_key(self, key: str) -> None:
         check_object_key(self.url(key), key)

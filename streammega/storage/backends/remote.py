@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from streammega.config import MiB, StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
-from streammega.errors.redaction import remember_secrets
+from streammega.errors.redaction import redact_urls, remember_secrets
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
@@ -59,6 +59,7 @@ class RemoteStore(Store):
         self.scheme = scheme
         self.root = root
         self._config = config
+        self._urls: dict[str, str] = {}  # kept, since each request needs one
         self._lock = process_lock()  # guards `_opened`: one client for all threads
         self._opened: tuple[int, Any] | None = None  # (process, client)
         self._threads: tuple[int, Pool] | None = None  # (process, threads)
@@ -81,6 +82,15 @@ class RemoteStore(Store):
         self.__init__(*state["arguments"])  # type: ignore[misc]
         if state["answered"]:
             self._policy.note_answer()
+
+    def url(self, key: str) -> str:
+        """The full URL of a key, without credentials."""
+        if key not in self._urls:
+            self._urls[key] = redact_urls(self._full_url(key))
+        return self._urls[key]
+
+    def _full_url(self, key: str) -> str:
+        return f"{self.scheme}://{self.root}/{key}"
 
     @abstractmethod
     def _open(self) -> Any:
