@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from streammega import DataConfig, StorageConfig
+from streammega.errors import redaction
 from tests.support.builders import data_config, write_random_pair
 from tests.support.oss_server import KEY as oss_key
 from tests.support.oss_server import SECRET as oss_secret
@@ -160,6 +161,9 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     log = logging.getLogger("streammega")
     level = log.level
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    # the secrets of other tests are words that messages have
+    monkeypatch.setattr(redaction, "_known", [])
+    monkeypatch.setattr(redaction, "_environment", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))

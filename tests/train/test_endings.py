@@ -224,7 +224,8 @@ def test_a_defect_ends_a_run_with_one_message_and_its_traceback_is_a_log_record(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ZeroDivisionError: of s3://***@host (")
     assert "report it" in error
-    assert [record for record in caplog.records if record.exc_info]
+    tracebacks = [record.exc_text for record in caplog.records if record.exc_text]
+    assert "ZeroDivisionError: of s3://***@host" in tracebacks[0], "it had a secret"
 
 
 @pytest.mark.guarantee("no-traceback")

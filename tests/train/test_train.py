@@ -89,22 +89,23 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
 
 @pytest.mark.guarantee("exact-resume-state")
 def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
-    tmp_path: Path, s3: S3, bucket: str
+    tmp_path: Path, moto: S3
 ) -> None:
     """From s3://: two ranks, SIGKILL, one rank, SIGKILL, two ranks to the end."""
+    bucket = moto.new_bucket()
     write_random_pair(str(tmp_path / "pair"))
-    for name, value in s3.environment.items():
+    for name, value in moto.environment.items():
         os.environ[name] = value
     try:
         with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16) as writer:
             writer.add_index(str(tmp_path / "pair"))
         run_file = write_small_run(tmp_path, f"s3://{bucket}/pair")
         for ranks, kill_at in ((2, 5), (1, 11), (2, None)):
-            train_on(run_file, ranks, kill_at, s3.environment)
+            train_on(run_file, ranks, kill_at, moto.environment)
         records = read_metrics(tmp_path / "run" / "metrics.jsonl")
         expected = loader_hashes(load_run(run_file))
     finally:
-        for name in s3.environment:
+        for name in moto.environment:
             os.environ.pop(name, None)
     assert {record["step"] for record in records} == set(range(1, 17))
     assert {record["ranks"] for record in records} == {1, 2}
