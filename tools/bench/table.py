@@ -459,13 +459,6 @@ def busy_stalls(chosen: Chosen) -> None:
 
 
 @FIGURES.figure(by_default=False)
-def busy_worker_stalls(chosen: Chosen) -> None:
-    """The same where one forked worker of a torch DataLoader reads."""
-    what = "stalls with a busy main thread, a DataLoader with 1 forked worker"
-    waits_of(chosen, what, busy=True, workers=1, prefetch=64)
-
-
-@FIGURES.figure(by_default=False)
 def forked_stalls(chosen: Chosen) -> None:
     """The same by a torch DataLoader with two forked workers."""
     waits_of(chosen, "stalls of a DataLoader with 2 forked workers", workers=2, prefetch=64)
