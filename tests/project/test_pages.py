@@ -284,7 +284,6 @@ FEATURES = {
 }
 """What only some features import, and the extra that brings it."""
 BROUGHT_BY_OTHERS = {
-    "aiobotocore": "s3fs",
     "botocore": "s3fs",
     "aiohttp": "s3fs",
     "llvmlite": "numba",

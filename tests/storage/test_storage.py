@@ -1081,6 +1081,15 @@ def test_an_object_is_not_created_in_a_bucket_that_is_not_there(s3_storage: Stor
         create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")
 
 
+def test_an_object_that_was_stored_with_a_checksum_is_read_in_ranges(
+    s3: S3, s3_storage: StorageConfig, bucket: str
+) -> None:
+    """By botocore, which stores one by default; rclone sends it with every range."""
+    s3.client().put_object(Bucket=bucket, Key="a", Body=b"0123456789")
+    store, key = open_store(f"s3://{bucket}/a", s3_storage)
+    assert bytes(store.read(key, [(2, 5)])[0]) == b"234"
+
+
 def test_an_object_without_an_etag_is_replaced_all_the_same(
     bucket: str, s3_storage: StorageConfig
 ) -> None:

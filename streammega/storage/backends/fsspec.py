@@ -316,6 +316,8 @@ class FsspecStore(RemoteStore):
                 "read_timeout": self._config.tuning.read_timeout,
                 "max_pool_connections": max(10, self._config.max_concurrent_requests),
                 "retries": {"total_max_attempts": 1},
+                # some servers send the checksum of the whole object with a range of it
+                "response_checksum_validation": "when_required",
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
         elif self.scheme in _HTTP:
