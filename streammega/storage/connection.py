@@ -13,6 +13,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 from streammega.storage.backends.oss import oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
+from streammega.storage.backends.remote import ENDPOINT_VARIABLES
 from streammega.storage.backends.s3_options import (
     ENDPOINT_OPTIONS,
     s3_credentials,
@@ -23,10 +24,7 @@ from streammega.storage.open import scheme_of
 
 ANONYMOUS = "anonymous"
 OPTIONS = "storage_options"
-_ENDPOINT_VARIABLES = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "oss": ("OSS_ENDPOINT", "OSS_REGION"),
-}
+_ENDPOINT_VARIABLES = {**ENDPOINT_VARIABLES, "oss": (*ENDPOINT_VARIABLES["oss"], "OSS_REGION")}
 _DEFAULT_ENDPOINTS = {
     "gs": "https://storage.googleapis.com",
     "az": "https://{account}.blob.core.windows.net",

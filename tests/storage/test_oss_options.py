@@ -19,6 +19,7 @@ from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 from streammega.storage.backends.oss import oss_arguments, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.s3_options import s3_arguments
+from streammega.storage.open import open_store
 from tests.support.servers import http_server
 
 FIXED = {"key": "LTAIfixed0000", "secret": "fixed-secret"}
@@ -308,3 +309,26 @@ def test_keys_do_not_show_their_secrets() -> None:
     key = OssKey(access_key_id="LTAI", access_key_secret="hunter2", token="hunter3")
     assert "hunter" not in repr(key)
     assert "OSS_ACCESS_KEY_SECRET" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "place"),
+    [
+        ({}, "oss-cn-hangzhou.aliyuncs.com", "oss://bucket/a"),
+        ({}, "https://oss.own.example:9000", "oss://bucket/a at oss.own.example:9000"),
+        ({}, "oss.own.example", "oss://bucket/a at oss.own.example"),
+        ({"endpoint": "oss.own.example"}, "", "oss://bucket/a at oss.own.example"),
+        ({"region": "cn-hangzhou"}, "", "oss://bucket/a"),
+    ],
+)
+def test_buckets_of_one_name_at_two_endpoints_are_two_places(
+    options: dict[str, Any], variable: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ETags that were seen at one of them say nothing of the other."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.own.example")
+    if variable:
+        monkeypatch.setenv("OSS_ENDPOINT", variable)
+    for transport in ("obstore", "fsspec"):
+        storage: Any = {"transport": transport, "storage_options": {"anon": True, **options}}
+        store, _ = open_store("oss://bucket/a/b", StorageConfig(**storage))
+        assert store.place("a") == place

@@ -21,6 +21,11 @@ from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
 
 Result = TypeVar("Result")
+ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "oss": ("OSS_ENDPOINT",),
+}
+"""Environment variables that name an endpoint, in the order in which clients take them."""
 CLOUDS = (".amazonaws.com", ".amazonaws.com.cn", ".aliyuncs.com")
 """Ends of the hosts of clouds in which no two buckets have the same name."""
 Entry = TypeVar("Entry")
@@ -158,14 +163,16 @@ class RemoteStore(Store):
         one, a bucket of the same name is another bucket.
         """
         options = self._config.storage_options
-        endpoint = (
-            options.get("endpoint_url")
-            or options.get("endpoint")
-            or (options.get("client_kwargs") or {}).get("endpoint_url")
-            or os.environ.get("AWS_ENDPOINT_URL_S3")
-            or os.environ.get("AWS_ENDPOINT_URL")
-        )
-        host = urlsplit(str(endpoint or "")).netloc.rpartition("@")[2]
+        candidates = [
+            options.get("endpoint_url"),
+            options.get("endpoint"),
+            (options.get("client_kwargs") or {}).get("endpoint_url"),
+            *(os.environ.get(name) for name in ENDPOINT_VARIABLES.get(self.scheme, ())),
+        ]
+        endpoint = str(next(filter(None, candidates), ""))
+        # Those of OSS need no scheme.
+        host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").netloc
+        host = host.rpartition("@")[2]
         is_own = not host or host.endswith(CLOUDS) or self.scheme in ("http", "https")
         return self.url(prefix) if is_own else f"{self.url(prefix)} at {host}"
 

@@ -16,7 +16,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 from streammega.errors.logs import get_logger
 from streammega.errors.redaction import remember_secrets
-from streammega.storage.backends.remote import CONNECT_TIMEOUT
+from streammega.storage.backends.remote import CONNECT_TIMEOUT, ENDPOINT_VARIABLES
 from streammega.storage.http_errors import no_renewal
 from streammega.storage.warn_once import warn_once
 
@@ -228,8 +228,7 @@ def is_http_url(text: str) -> bool:
 
 def _endpoint_of(session: Callable[[], Any]) -> str | None:
     """The endpoint in the user's AWS configuration, if there is one."""
-    # The same variables as in botocore, in its order.
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+    for name in ENDPOINT_VARIABLES["s3"]:
         if os.environ.get(name):
             return os.environ[name]
     try:
