@@ -12,7 +12,10 @@ _text_of = logging.Formatter()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module. All handlers get its records without secrets."""
+    """The logger of a module. All handlers get its records without secrets.
+
+    Each logger has the filter: that of a parent does not see the records of its children.
+    """
     log = logging.getLogger(name)
     log.addFilter(_take_out_secrets)
     return log

@@ -47,26 +47,27 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class Scheme(NamedTuple):
     """How URLs of a scheme are served.
 
-    store: the class that serves one bucket or host. driver: the class for `transport="fsspec"`, and
-    in forked children. environment: prefixes of the variables that their clients read. takes_forks:
-    whether both read the same options. is_bucket: whether it can be listed and written.
+    store: the class that serves one bucket or host. driver: the class for `transport="fsspec"`.
+    environment: prefixes of the variables that their clients read. serves_forks: whether the driver
+    reads for a store in a forked child, for it takes the same options. is_bucket: whether it can be
+    listed and written.
     """
 
     store: type[RemoteStore]
     driver: type[RemoteStore]
     environment: tuple[str, ...]
-    takes_forks: bool
+    serves_forks: bool
     is_bucket: bool = True
 
 
 _GOOGLE = ("GOOGLE_", "GCS", "GCE_METADATA_", "GCLOUD_", "CLOUDSDK_", "STORAGE_EMULATOR_")
 SCHEMES = {
-    "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), takes_forks=True),
-    "oss": Scheme(OssStore, OssS3fsStore, ("OSS_", "ALIBABA_CLOUD_"), takes_forks=True),
-    "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, takes_forks=False),
-    "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), takes_forks=False),
-    "http": Scheme(ObstoreStore, FsspecStore, (), takes_forks=True, is_bucket=False),
-    "https": Scheme(ObstoreStore, FsspecStore, (), takes_forks=True, is_bucket=False),
+    "s3": Scheme(ObstoreStore, FsspecStore, ("AWS_",), serves_forks=True),
+    "oss": Scheme(OssStore, OssS3fsStore, ("OSS_", "ALIBABA_CLOUD_"), serves_forks=True),
+    "gs": Scheme(ObstoreStore, FsspecStore, _GOOGLE, serves_forks=False),
+    "az": Scheme(ObstoreStore, FsspecStore, ("AZURE_", "IDENTITY_", "MSI_"), serves_forks=False),
+    "http": Scheme(ObstoreStore, FsspecStore, (), serves_forks=True, is_bucket=False),
+    "https": Scheme(ObstoreStore, FsspecStore, (), serves_forks=True, is_bucket=False),
 }
 """Every scheme that has a store of its own, by obstore. `FsspecStore` serves all others."""
 OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
@@ -189,36 +190,36 @@ class BucketStore(WrapperStore):
 
     def __init__(self, inner: RemoteStore) -> None:
         super().__init__(inner)
+        self._first = inner
         self._driver: Store | None = None
         self._lock = process_lock()  # guards `_driver`: one client for all threads
 
     def __repr__(self) -> str:
-        return repr(self._inner)
+        return repr(self._first)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BucketStore, (self._inner,)
+        return BucketStore, (self._first,)
 
     @property
     def inner(self) -> Store:
         """The store that serves this process. Raises ConfigError where none can."""
         if not obstore_is_lost():
-            return self._inner
+            return self._first
         with self._lock:
             if self._driver is None:
                 self._driver = self._open_driver()
             return self._driver
 
     def _open_driver(self) -> Store:
-        assert isinstance(self._inner, RemoteStore)
-        scheme, root, config = self._inner.arguments
+        scheme, root, config = self._first.arguments
         known = SCHEMES[scheme]
-        if not known.takes_forks:
+        if not known.serves_forks:
             raise ConfigError(
-                f"{self._inner.url('')}: this process was forked from one that had used obstore, which "
+                f"{self._first.url('')}: this process was forked from one that had used obstore, which "
                 f"no fork survives; start workers by multiprocessing_context='spawn' or 'forkserver', "
                 f"set transport='fsspec', or use StreamLoader, which needs no workers"
             )
-        log.info("%s: a forked process reads by fsspec, not by obstore", self._inner.url(""))
+        log.info("%s: a forked process reads by fsspec, not by obstore", self._first.url(""))
         return known.driver(scheme, root, config)
 
 

@@ -143,6 +143,8 @@ def test_what_fsspec_reads_by_other_options_says_in_a_child_how_to_start_workers
     ):
         with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
             call()
+    store, _ = open_store(url, StorageConfig(transport="fsspec"))
+    assert store.transport == "fsspec", "what the error names is no error"
 
 
 @pytest.mark.guarantee("forked-processes-read")

@@ -1,4 +1,6 @@
-"""Anything with an fsspec driver: s3fs, hdfs, memory, and S3 servers that obstore rejects."""
+"""Anything with an fsspec driver: s3fs, hdfs, memory, S3 servers that obstore rejects, and what forked
+processes read.
+"""
 
 from __future__ import annotations
 

@@ -294,7 +294,6 @@ class OssS3fsStore(FsspecStore):
                 "s3": {"addressing_style": "path" if endpoint.is_address else "virtual"},
                 # OSS takes no bodies in chunks, in which botocore sends checksums.
                 "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
                 "use_dualstack_endpoint": False,
                 "use_fips_endpoint": False,
             },
