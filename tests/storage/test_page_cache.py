@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -210,25 +210,40 @@ def of_other_processes(*commands: str, folder: Path) -> list[str]:
     return [process.communicate()[0] for process in processes]
 
 
-def _read_all(folder: str, log_file: str, seed: int) -> None:
-    data = data_of(40 * PAGE_BYTES)
+def _reader(folder: str, log_file: str, data: Bytes) -> Callable[[int, int], None]:
+    """Reads bytes of an object through the cache, and compares them. What it fetches is logged."""
 
     def fetch(start: int, stop: int, out: Bytes) -> None:
-        time.sleep(0.01)
+        time.sleep(0.02)
         out[:] = data[start:stop]
         with open(log_file, "a") as file:
             file.write(f"{start} {stop}\n")
 
     cached = open_cached(PageCache(folder, 1 << 30, CHUNK), "s3://b/k", "e", len(data))
     assert cached is not None
+
+    def read(start: int, stop: int) -> None:
+        out = np.empty(stop - start, np.uint8)
+        cached.read(start, stop, out, fetch)
+        assert (out == data[start:stop]).all()
+
+    return read
+
+
+def _fetched(log_file: Path) -> list[tuple[int, int]]:
+    """The bytes [start, stop) of each fetch that was logged."""
+    lines = [line.split() for line in log_file.read_text().splitlines()]
+    return [(int(start), int(stop)) for start, stop in lines]
+
+
+def _read_all(folder: str, log_file: str, seed: int) -> None:
+    data = data_of(40 * PAGE_BYTES)
+    read = _reader(folder, log_file, data)
     rng = np.random.default_rng(seed)
 
     def work(starts: list[int]) -> None:
         for start in starts:
-            stop = min(start + 300_000, len(data))
-            out = np.empty(stop - start, np.uint8)
-            cached.read(start, stop, out, fetch)
-            assert (out == data[start:stop]).all()
+            read(start, min(start + 300_000, len(data)))
 
     starts = rng.permutation(np.arange(0, len(data), 100_000)).tolist()
     with ThreadPoolExecutor(3) as pool:
@@ -253,39 +268,24 @@ def test_processes_and_threads_that_share_a_cache_keep_each_page_for_all(tmp_pat
             assert process.exitcode == 0
 
     run(range(3))
-    text = log_file.read_text()
-    pages = {
-        page
-        for line in text.splitlines()
-        for page in range(int(line.split()[0]) // PAGE_BYTES, int(line.split()[1]) // PAGE_BYTES)
-    }
-    assert pages == set(range(40))
+    fetched = _fetched(log_file)
+    pages = [range(start // PAGE_BYTES, stop // PAGE_BYTES) for start, stop in fetched]
+    assert set().union(*pages) == set(range(40))
     run(range(3, 6))
-    assert log_file.read_text() == text
+    assert _fetched(log_file) == fetched
     for entry in page_cache.entries(tmp_path / "cache" / "chunks"):
         assert (entry.cached_bytes, page_cache.damaged_pages(entry)) == (40 * PAGE_BYTES, [])
 
 
 def _read_own_blocks(folder: str, log_file: str, rank: int) -> None:
     """Read every eighth block, as a rank that owns its lanes does, from threads."""
-    data = data_of(256 * BLOCK_BYTES)
-
-    def fetch(start: int, stop: int, out: Bytes) -> None:
-        time.sleep(0.02)
-        out[:] = data[start:stop]
-        with open(log_file, "a") as file:
-            file.write(f"{stop - start}\n")
-
-    cached = open_cached(PageCache(folder, 1 << 30, CHUNK), "s3://b/k", "e", len(data))
-    assert cached is not None
+    read = _reader(folder, log_file, data_of(256 * BLOCK_BYTES))
 
     def work(block: int) -> None:
         # Of an odd place: blocks begin and end within pages.
         start = max(0, block * BLOCK_BYTES - 1000)
         stop = (block + 1) * BLOCK_BYTES - 1000
-        out = np.empty(stop - start, np.uint8)
-        cached.read(start, stop, out, fetch)
-        assert (out == data[start:stop]).all()
+        read(start, stop)
 
     blocks = np.random.default_rng(0).permutation(256)[rank::8].tolist()
     with ThreadPoolExecutor(4) as pool:
@@ -308,7 +308,7 @@ def test_eight_ranks_that_own_their_blocks_fetch_little_twice(tmp_path: Path) ->
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    fetched = sum(int(line) for line in log_file.read_text().splitlines())
+    fetched = sum(stop - start for start, stop in _fetched(log_file))
     assert fetched < 1.05 * 256 * BLOCK_BYTES
 
 
