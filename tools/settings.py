@@ -23,6 +23,7 @@ from streammega.config import (  # noqa: E402  # the package beside this file
     PhaseConfig,
     StorageConfig,
 )
+from streammega.config.fields import FIELDS  # noqa: E402
 from streammega.config.validate import field_docs, field_types, settings_of  # noqa: E402
 from streammega.convert import ConvertOptions, ExecutionConfig  # noqa: E402
 from streammega.train.config import ModelConfig, ParallelConfig, TrainConfig  # noqa: E402
@@ -75,7 +76,12 @@ def settings_page() -> str:
         lines += [f"## {title}", "", " ".join(about.split()), ""]
         lines += ["| setting | type | default | what it is |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(cells)} |" for cells in rows(settings)] + [""]
-    return "\n".join(lines)
+    lines += ["## Fields of batches", "", "Stages are those of a pipeline.", ""]
+    lines += ["| field | dtype | what it is | stages | made by |", "|---|---|---|---|---|"]
+    for name, item in FIELDS.items():
+        cells = (code(name), item.dtype, item.about, ", ".join(item.stages), item.made_by)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def rows(settings: type) -> Iterator[tuple[str, str, str, str]]:

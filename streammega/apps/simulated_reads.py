@@ -527,7 +527,9 @@ def _simulate_rank(
     positions = iter(range(0, num_batches * steps.step_samples, steps.step_samples))
     stats = Stats()
     lookahead = Lookahead(steps, plan, positions, fetcher=fetcher, stats=stats)  # type: ignore[arg-type]
-    sample_bytes = (steps.config.sequence_length + 1) * plan.dtype.itemsize + 8  # with its length
+    sample_bytes = (
+        steps.config.sequence_length + 1
+    ) * plan.table.dtype.itemsize + 8  # with its length
     groups: list[_Taken] = []
     num_recorded = 0
     most_ready = 0

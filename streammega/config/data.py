@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any
 
 from streammega.config.blends import Blend, parse_blend
+from streammega.config.fields import FIELDS
 from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
     ExcludedList,
@@ -27,24 +28,6 @@ from streammega.errors.redaction import redacted_repr
 MAX_SAMPLES = 1 << 50
 """Most samples of a split: far more than any run has, and all counts of them fit int64."""
 
-FIELD_NAMES = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "position_ids",
-    "cu_seqlens",
-    "max_seqlen",
-    "attention_mask",
-    "dataset_id",
-)
-"""All fields that batches can have, in their order."""
-MADE_BY = {
-    "cu_seqlens": "reset_attention_mask or inter_document_masking",
-    "max_seqlen": "inter_document_masking",
-    "attention_mask": "create_attention_mask",
-    "dataset_id": "return_dataset_ids",
-}
-"""The settings that add a field. The other fields are always made."""
 NO_MASK = (
     "by {} some labels have no loss, and fields leaves out loss_mask, which says which; add 'loss_mask' "
     "to fields"
@@ -112,7 +95,14 @@ class FieldsConfig:
         a loader have by default, their data decides too: `samples.source.field_names`.
         """
         wanted = self._made_fields() if self.fields is None else self.fields
-        return tuple(name for name in FIELD_NAMES if name in wanted)
+        return tuple(name for name in FIELDS if name in wanted)
+
+    @property
+    def needs_whole_samples(self) -> bool:
+        """Whether some field of a part of a sample depends on other tokens of the sample: then every
+        context-parallel rank reads ids of whole samples.
+        """
+        return any(FIELDS[name].needs_whole(self) for name in self.field_names)
 
     def _made_fields(self) -> list[str]:
         """The fields that these settings make."""
@@ -128,14 +118,13 @@ class FieldsConfig:
         say.
         """
         for name in names:
-            if name not in FIELD_NAMES:
-                nearest = get_close_matches(str(name), FIELD_NAMES, 1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {list(FIELD_NAMES)}"
+            if name not in FIELDS:
+                nearest = get_close_matches(str(name), FIELDS, 1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {list(FIELDS)}"
                 raise ConfigError(f"fields names {name!r}, which batches never have; {hint}")
-            if name not in self._made_fields():
-                raise ConfigError(
-                    f"fields names {name!r}, which no setting makes; set {MADE_BY[name]}"
-                )
+            made_by = FIELDS[name].made_by
+            if made_by and name not in self._made_fields():
+                raise ConfigError(f"fields names {name!r}, which no setting makes; set {made_by}")
         if not names:
             raise ConfigError('fields is empty; name the fields that are used, such as ["tokens"]')
         if "labels" in names and "loss_mask" not in names:

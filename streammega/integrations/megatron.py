@@ -29,6 +29,7 @@ from streammega.loading.ranks import data_parallel
 from streammega.order.split import SPLITS
 from streammega.order.stream_order import default_lanes
 from streammega.samples.fields import Batch
+from streammega.samples.gather import read_fields
 from streammega.samples.open import open_source
 from streammega.samples.segments import split_blend
 from streammega.samples.source import SampleSource
@@ -189,7 +190,7 @@ class FullValidation:
         if last < self._total:  # the ranks before the end of a round that not all take part in
             # The fields of a batch of one sample, as `next` gives them: without `bounds` there is no
             # cu_seqlens by eod_id either.
-            yield self._samples.segment_at(last).sample_fields(np.array([last]))
+            yield read_fields(self._samples.segment_at(last), np.array([last]))
 
     @cached_property
     def _samples(self) -> SampleSource:

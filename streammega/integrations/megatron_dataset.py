@@ -21,6 +21,7 @@ from streammega.errors import ConfigError
 from streammega.integrations.frameworks import class_on_demand, import_framework
 from streammega.integrations.megatron_arguments import field_settings, with_cache_folder
 from streammega.samples.fields import Batch
+from streammega.samples.gather import read_fields
 from streammega.samples.gpt import GPTDataset
 
 
@@ -137,7 +138,7 @@ class StreamGPTSamples:
         for number in (numbers.min(initial=0), numbers.max(initial=0)):
             if not 0 <= number < len(self):
                 raise IndexError(f"sample {number} of {len(self)} in {self.samples.split}")
-        batch = self.samples.sample_fields(numbers)
+        batch = read_fields(self.samples, numbers)
         rows = zip(*(field.unbind() for field in batch.values()), strict=True)
         return [dict(zip(batch, row, strict=True)) for row in rows]
 

@@ -13,26 +13,11 @@ _FAR = np.int64(1 << 62)
 
 
 @kernel
-def gather_runs(source, source_starts, sizes, out, out_starts) -> None:
-    """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening
-    where dtypes differ.
+def widen_ids(ids, tokens, labels) -> None:
+    """tokens int64 [samples, S]: the ids of each row; labels: those one place later, as far as there are
+    any.
 
-    All in tokens. Cost: one copy. The caller has checked that every run is inside both arrays.
-    """
-    for i in range(len(sizes)):
-        run = source[source_starts[i] : source_starts[i] + sizes[i]]
-        target = out[out_starts[i] : out_starts[i] + sizes[i]]
-        for k in range(len(target)):  # this form is vectorised, whole-array assignment is not
-            target[k] = run[k]
-
-
-@kernel
-def fill_fields(ids, tokens, labels, mask, positions) -> None:
-    """The fields of whole samples: tokens, labels and positions int64, mask float32, [samples, S].
-
-    tokens are the ids of each row, labels those one place later as far as there are any, masks 1, and
-    positions count from 0. Fields that are not wanted have no rows. One call makes all of them: each
-    return from a kernel waits for the GIL, which other threads want too.
+    One call makes both: each return from a kernel waits for the GIL, which other threads want too.
     """
     for r in range(len(tokens)):
         row = ids[r]
@@ -44,14 +29,6 @@ def fill_fields(ids, tokens, labels, mask, positions) -> None:
         label = labels[r]
         for c in range(min(len(label), len(row))):
             label[c] = row[c]
-    for r in range(len(mask)):
-        ones = mask[r]
-        for c in range(len(ones)):
-            ones[c] = np.float32(1.0)
-    for r in range(len(positions)):
-        position = positions[r]
-        for c in range(len(position)):
-            position[c] = c
 
 
 @kernel
@@ -87,25 +64,15 @@ def scan_ids(ids, pad):
 
 
 @kernel
-def join_labels(tokens, labels, ids):
-    """Fill ids [samples, S + 1] with the tokens of each row and its last label.
-
-    tokens, labels: int64 [samples, S]. False where labels are not the tokens one place later, or
-    the dtype of ids cannot hold a value.
-    """
-    samples, length = tokens.shape
-    for r in range(samples):
+def is_widened(ids, tokens, labels):
+    """Whether tokens and labels, int64 [samples, S], are what `widen_ids` makes of ids [samples, S + 1]."""
+    for r in range(len(tokens)):
+        row = ids[r]
         token = tokens[r]
         label = labels[r]
-        row = ids[r]
-        different = label[0] - label[0]
-        for c in range(length - 1):
-            different |= token[c + 1] ^ label[c]
-        for c in range(length):
-            row[c] = token[c]
-            different |= token[c] ^ np.int64(row[c])
-        row[length] = label[length - 1]
-        different |= label[length - 1] ^ np.int64(row[length])
+        different = token[0] - token[0]
+        for c in range(len(token)):
+            different |= (token[c] ^ np.int64(row[c])) | (label[c] ^ np.int64(row[c + 1]))
         if different != 0:
             return False
     return True

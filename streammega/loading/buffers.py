@@ -22,7 +22,7 @@ from torch import Tensor
 
 from streammega.kernels.addresses import address_of
 from streammega.kernels.plan import count_down
-from streammega.samples.derived_fields import Allocate, new_memory
+from streammega.samples.host_fields import Allocate, new_memory
 from streammega.storage.fetch.buffer_pool import new_buffer, rounded
 from streammega.storage.fetch.requests import FetchGroup
 

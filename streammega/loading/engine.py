@@ -16,22 +16,24 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import StreammegaError
 from streammega.errors.logs import get_logger
 from streammega.kernels import num_threads
 from streammega.loading.buffers import RecycledMemory, batch_memory
-from streammega.loading.gather import Assembler, Batches, Gatherer, ReadyGroup
 from streammega.loading.lookahead import Lookahead
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import ALL_COLUMNS, GatherGroup, KeptColumns
+from streammega.loading.planner import GatherGroup
 from streammega.loading.read_plan import map_local_files, plan_reading
+from streammega.loading.ready import Assembler, Batches, Form, ReadyGroup
 from streammega.loading.staging import Stager
 from streammega.loading.stats import NO_GROUP, Stats, TakenGroup
-from streammega.samples.derived_fields import Batch
+from streammega.samples.gather import Gatherer
+from streammega.samples.rows import WHOLE, KeptParts, Memory
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import BATCH_REQUESTS
@@ -62,10 +64,10 @@ class Engine:
         positions: the micro-steps to read, as values of `consumed`.
         ahead: micro-batches made ahead of the caller.
         start: the value of `consumed` at which the iteration begins.
-        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": the
-            number of ids of each sample}. Where modes make the loss mask, "learned" says as a bool
-            for each id whether it has a loss.
-        kept: with ids_only, which tokens of every sample are read. Each part becomes a row.
+        form: what batches are. "ids": {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid":
+            the number of ids of each sample, columns, "dataset_id"}.
+        kept: of other forms than "fields", which tokens of every sample are read. Each part becomes a
+            row. kept_of_columns: the same for columns.
         pinned: see `batch_memory`.
     """
 
@@ -76,39 +78,40 @@ class Engine:
         ahead: int,
         *,
         start: int,
-        ids_only: bool = False,
+        form: Form = "fields",
         stats: Stats | None = None,
-        kept: KeptColumns = ALL_COLUMNS,
+        kept: KeptParts = WHOLE,
+        kept_of_columns: KeptParts = WHOLE,
         pinned: bool | None = None,
     ) -> None:
         self.steps = steps
-        self.ids_only = ids_only
         self.stats = stats or Stats()
         storage = steps.config.storage
-        plan = plan_reading(
-            steps, start, storage.memory_bytes, ahead=ahead, kept=kept, ids_only=ids_only
-        )
+        plan = plan_reading(steps, start, storage.memory_bytes, ahead=ahead, kept=kept, form=form)
         memory = plan.memory
         self._plan = plan
         self._storage = storage
         self._fetcher: Fetcher | None = None
         if plan.is_remote:
-            self._fetcher = _fetcher_for(storage, plan.files, memory.fetch_bytes)
-        self.stats.attach(self._fetcher, plan.files)
+            self._fetcher = _fetcher_for(storage, plan.table.files, memory.fetch_bytes)
+        self.stats.attach(self._fetcher, plan.table.files)
         self._stager: Stager | None = None
         # keeps the files mapped as long as kernels may follow their addresses
-        self._mapped = map_local_files(plan.files, plan.table.local)
+        self._mapped = map_local_files(plan.table)
         plan.planner.table.map_files(self._mapped)
         self._lookahead = Lookahead(steps, plan, positions, fetcher=self._fetcher, stats=self.stats)
         # Batches that are handed out may be pinned. Ids from which fields are made stay here.
         handed_out = batch_memory(memory.ready_bytes, pinned)
-        ids_memory = handed_out if ids_only else RecycledMemory(memory.ready_bytes).take
-        self._gatherer = Gatherer(steps, plan, ids_memory)
-        self._assembler = Assembler(steps, plan, None if ids_only else handed_out)
+        ids_memory = handed_out if form == "ids" else RecycledMemory(memory.ready_bytes).take
+        self._gatherer = Gatherer(
+            steps.samples.segments[0], plan.table, kept, kept_of_columns, ids_memory
+        )
+        self._assembler = Assembler(steps, form, handed_out)
         self._closed = False
         self._process = os.getpid()
         self._taken = NO_GROUP
         # the last id of a row is a label alone
+        self._rows_of_sample = kept.rows_of_sample
         self._tokens_of_row = kept.width(steps.config.sequence_length + 1) - 1
         self.stats.is_batch_ready = self.is_ready
         self._ready: queue.Queue[ReadyGroup | BaseException | None] = queue.Queue(
@@ -117,7 +120,7 @@ class Engine:
         self.stats.field_bytes = memory.field_bytes
         self._thread: threading.Thread | None = None
 
-    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         self._begin()
         try:
             while True:
@@ -131,8 +134,10 @@ class Engine:
                     return
                 arrived = time.perf_counter()
                 num_batches = len(group.consumed)
+                assert group.samples.dataset_id is not None
+                dataset_of_row = group.samples.dataset_id.numpy().repeat(self._rows_of_sample)
                 taken = TakenGroup(
-                    group.dataset_id, self._tokens_of_row, num_batches, at_hand=num_batches
+                    dataset_of_row, self._tokens_of_row, num_batches, at_hand=num_batches
                 )
                 self._taken = taken
                 self.stats.group_delivered(taken, waited)
@@ -143,7 +148,7 @@ class Engine:
                     first += len(batches)
                     self.stats.ready = self._ready.qsize()
                     if first == num_batches:
-                        self.stats.release_ready(group.nbytes)
+                        self.stats.release_ready(group.samples.nbytes)
                         del group
                     while batches:
                         taken.at_hand = num_batches - first + len(batches) - 1
@@ -191,7 +196,7 @@ class Engine:
         _live.add(self)
         thread.start()
         if self._plan.is_scattered and self._storage.cache_max_bytes:
-            stager = Stager(self._plan.files, self._storage)
+            stager = Stager(self._plan.table.files, self._storage)
             self._stager = stager
             self.stats.stager = stager
 
@@ -220,7 +225,7 @@ class Engine:
             return  # the garbage collector called this: a kernel may still run on this stack
         self._plan.planner.table.unmap()
         self._mapped = []
-        for file in self._plan.files:
+        for file in self._plan.table.files:
             file.store.unmap()
 
     def _end_thread(self) -> None:
@@ -289,17 +294,18 @@ class Engine:
             self.stats.fetch_wait += time.perf_counter() - began
         for buffer in group.buffers:
             table.fill(buffer)
-        gathered = self._gatherer.gather(group)
-        self.stats.hold_ready(gathered.nbytes)
         window = group.window
+        memory = Memory(table.addresses, table.room, table.zero)
+        samples = self._gatherer.gather(window, group.first, group.last, memory)
+        self.stats.hold_ready(samples.nbytes)
         rows = group.rows
         released = table.release_rows(window.slot[rows], window.size[rows])
         if released and fetcher is not None:
             fetcher.release(released)
-        return gathered
+        return ReadyGroup(group.consumed, samples)
 
 
-def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) -> Fetcher:
+def _fetcher_for(storage: StorageConfig, files: Sequence[TokenFile], budget: int) -> Fetcher:
     """The fetcher of some files, which may hold `budget` bytes.
 
     If all files are on local disks, fetching means to decompress them, which needs a core and does

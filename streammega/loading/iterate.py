@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 from streammega.errors import StateError
 from streammega.errors.logs import get_logger
 from streammega.loading.engine import Engine
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.fields import Batch
+from streammega.samples.field_inputs import Batch
+from streammega.samples.rows import WHOLE, kept_parts_of
 from streammega.samples.segments import source_names
 from streammega.samples.shuffling import FAIR_SHARE, mixing_advice, mixing_of
 from streammega.storage.fork_lock import process_lock
@@ -18,27 +20,39 @@ from streammega.storage.warn_once import warn_once
 
 log = get_logger(__name__)
 
-Read = tuple[int, Batch, Engine]
+Read = tuple[int, Any, Engine]
 """(position, micro-batch at the position, engine that read the micro-batch)."""
 
 
 def iterate_batches(
     steps: MicroSteps,
     start: int,
-    make_engine: Callable[[MicroSteps, Iterator[int], int], Engine],
     check: Callable[[], None],
     *,
-    read: Callable[[Engine], Iterator[tuple[int, Batch]]] = iter,
+    context_rank: tuple[int, int] = (0, 1),
+    read: Callable[[Engine], Iterator[tuple[int, Any]]] = iter,
+    **options: Any,
 ) -> Generator[Read, None, None]:
-    """Iterate the micro-batches from sample `start` to the end of the data.
+    """Iterate the micro-batches from sample `start` to the end of the data. An engine reads each phase;
+    the thread that takes its first batch makes it.
 
     Args:
-        make_engine: (steps of a phase, positions, first sample) -> the engine that reads them.
         check: raises an error if the iteration must not go on; called before each batch.
+        context_rank: (rank, size) of this context-parallel rank.
         read: iterates (position, batch) of an engine. It may copy the batches to a device.
+        options: of Engine.
     """
     for steps_here, positions, first_sample in steps.by_segment(steps.positions(start), start):
-        engine = make_engine(steps_here, positions, first_sample)
+        config = steps_here.config
+        kept = kept_parts_of(config.sequence_length, *context_rank)
+        engine = Engine(
+            steps_here,
+            positions,
+            start=first_sample,
+            kept=WHOLE if config.needs_whole_samples else kept,
+            kept_of_columns=kept,
+            **options,
+        )
         with closing(engine):
             if steps.split == "train" and steps.dp_rank == 0:
                 _warn_of_mixing(steps, first_sample)  # while the first bytes come

@@ -22,14 +22,12 @@ from streammega.errors.logs import get_logger
 from streammega.loading.device_prefetch import Copier, DeviceBatches
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
-from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import kept_columns_of
 from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
-from streammega.samples.fields import Batch
+from streammega.samples.field_inputs import Batch
+from streammega.samples.rows import kept_parts_of
 from streammega.samples.segments import source_names
 from streammega.samples.source import all_files
-from streammega.samples.token_file import has_modes
 from streammega.storage.fork_lock import process_lock
 
 log = get_logger(__name__)
@@ -73,13 +71,15 @@ class StreamLoader:
             bytes are fetched.
         evaluation: begin every iteration at the first sample; None: for every split but "train".
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64
-            [micro_batch_size], the number of ids of each sample that are not padding}. All other
-            fields can be derived from them on the device. If modes make the loss mask, or documents
-            are excluded, there is also "learned", a bool for each id. A label whose id is not learned
-            has no loss. With `return_dataset_ids` there is "dataset_id".
+            [micro_batch_size], the number of ids of each sample that are not padding, "dataset_id":
+            int64 [micro_batch_size]}. All other fields can be derived from them on the device. If modes
+            make the loss mask, or documents are excluded, there is also the column "has_loss", a bool
+            for each id: a label whose id has none has no loss.
         cp_rank, cp_size: with ids_only, read only the parts of each sample that this context-parallel
-            rank keeps: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is
-            [2 * micro_batch_size, P + 1], with the two parts of a sample one after the other.
+            rank keeps: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" and
+            columns are [2 * micro_batch_size, P + 1], with the two parts of a sample one after the
+            other. If fields depend on other tokens of the sample (reset_position_ids,
+            reset_attention_mask, an attention mask), "ids" are those of whole samples.
         pin_memory: whether batches are in CUDA's pinned memory. None: if CUDA can be used, for the
             device that is current when the first batch is taken. False opens no context on any
             device.
@@ -145,7 +145,7 @@ class StreamLoader:
         cp_size = whole_number("cp_size", cp_size)
         self._cp = (cp_rank, cp_size)
         for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
-            _ = kept_columns_of(segment.sequence_length, cp_rank, cp_size)
+            _ = kept_parts_of(segment.sequence_length, cp_rank, cp_size)
         self._prefetch = whole_number("prefetch", prefetch, 0)
         self._pinned = pin_memory
         self._log_every = whole_number("log_every", log_every, 0)
@@ -262,15 +262,15 @@ class StreamLoader:
 
     @property
     def bounds(self) -> Sequence[tuple[int, int]]:
-        """Tokens [start, stop) of each part of a sample that the loader reads, in the current phase.
+        """Tokens [start, stop) of each part of a sample that the loader keeps, in the current phase.
 
-        Each part includes the token after it. Empty: the loader reads whole samples.
+        Each part includes the token after it. Empty: the loader keeps whole samples.
         """
         return self.bounds_of(self.dataset.sequence_length_at(self.consumed_samples))
 
     def bounds_of(self, sequence_length: int) -> Sequence[tuple[int, int]]:
         """`bounds` for samples of `sequence_length` tokens."""
-        return kept_columns_of(sequence_length, *self._cp).bounds
+        return kept_parts_of(sequence_length, *self._cp).bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
@@ -279,12 +279,11 @@ class StreamLoader:
         return np.result_type(*(file.dtype for file in files))
 
     @cached_property
-    def has_modes(self) -> bool:
-        """Whether ids_only batches contain "learned": modes make the loss mask, or documents are
-        excluded.
-        """
-        samples = self.dataset.samples
-        return samples.excluded is not None or has_modes(all_files(samples.files))
+    def columns(self) -> dict[str, np.dtype[Any]]:
+        """The columns of ids_only batches, by name: the dtypes of their values."""
+        return {
+            name: column.dtype for name, column in self.dataset.samples.segments[0].columns.items()
+        }
 
     @property
     def consumed_samples(self) -> int:
@@ -353,13 +352,12 @@ class StreamLoader:
         options = {
             "ahead": self._prefetch,
             "stats": self._stats,
-            "ids_only": self.ids_only,
+            "form": "ids" if self.ids_only else "fields",
             "pinned": self._pinned,
+            "context_rank": self._cp,
         }
         generation = self.dataset.generation
-        batches = _batches_of(
-            self.dataset, generation, self._cp, options, self._log_every, self._device
-        )
+        batches = _batches_of(self.dataset, generation, options, self._log_every, self._device)
         self._running = Iteration(batches)
         return self._running
 
@@ -409,28 +407,21 @@ class StreamLoader:
 def _batches_of(
     dataset: StreamingDataset,
     generation: int,
-    context_rank: tuple[int, int],
     options: Mapping[str, Any],
     log_every: int,
     device: torch.device | None,
 ) -> Generator[Batch, None, None]:
     """Iterate the batches from the cursor of a dataset on, and move the cursor with each.
 
-    The thread that takes the first batch makes the engine. This generator does not refer to the
-    loader, so that an unused loader is collected together with its threads.
+    This generator does not refer to the loader, so that an unused loader is collected together with its
+    threads.
 
     Args:
         generation: the dataset's generation; another one means that the dataset was moved.
-        context_rank: (rank, size) of this context-parallel rank.
-        options: keyword arguments of Engine.
+        options: keyword arguments of `iterate_batches`.
         log_every: global batches from one line of the log to the next.
         device: the device to which batches are copied; None: they stay on the host.
     """
-
-    def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
-        """Make the engine that reads one phase."""
-        kept = kept_columns_of(steps.config.sequence_length, *context_rank)
-        return Engine(steps, positions, start=start, kept=kept, **options)
 
     def check() -> None:
         """Raise StateError if the dataset was moved, because the cursor then serves another iteration."""
@@ -448,7 +439,7 @@ def _batches_of(
 
     num_global_batches = 0
     batches = iterate_batches(
-        dataset.steps, dataset.consumed_samples, make_engine, check, read=on_device
+        dataset.steps, dataset.consumed_samples, check, read=on_device, **options
     )
     with closing(batches):
         for consumed, batch, engine in batches:

@@ -184,7 +184,7 @@ class Lookahead:
         plan = self._plan
         requests = []
         for number, start, stop, at in planned.requests:
-            file = plan.files[number]
+            file = plan.table.files[number]
             requests.append(RangeRequest(file.store, file.key, file.etag, start, stop, at))
         buffer = FetchGroup(planned.size, requests, planned.slot)
         plan.planner.table.attach(buffer)

@@ -21,7 +21,8 @@ from streammega.errors.logs import get_logger
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.sharding import check_resume, rank_samples
 from streammega.order.state import make_state
-from streammega.samples.fields import Batch
+from streammega.samples.field_inputs import Batch
+from streammega.samples.gather import read_fields
 from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, first_datasets
 from streammega.samples.token_file import tokenizer_origin
@@ -146,7 +147,7 @@ class MicroSteps:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
         segment = self.samples.segment_at(consumed)
         with self.naming_datasets(consumed):
-            return segment.sample_fields(self.sample_ids(consumed), bounds=True)
+            return read_fields(segment, self.sample_ids(consumed), bounds=True)
 
     @contextmanager
     def naming_datasets(self, consumed: int) -> Iterator[None]:

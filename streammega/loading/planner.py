@@ -19,14 +19,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import ShortReadError
 from streammega.kernels.plan import cached_rows
 from streammega.loading.buffers import BufferTable
 from streammega.order import Extents
-from streammega.order.extents import cut_extents
 from streammega.order.open_blocks import OpenBlocks, OpenedBlocks
-from streammega.order.sharding import zigzag_bounds
-from streammega.samples.fetch import SharedRequests, coalesce, rows_of
+from streammega.samples.rows import (
+    WHOLE,
+    FileTable,
+    KeptParts,
+    PlacedRows,
+    SharedRequests,
+    coalesce,
+    rows_of,
+)
 from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.requests import FetchGroup
 
@@ -43,77 +48,6 @@ NO_SLOT = -1
 """The slot of a row whose bytes have no place yet."""
 _LIKE_BYTES = np.empty(0, np.uint8)
 _LIKE_ADDRESSES = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptColumns:
-    """The parts of every sample that a reader keeps.
-
-    bounds: tokens [start, stop) of each part. All parts have one length, and each becomes a row of a
-    batch. Without bounds the whole sample becomes one row.
-    """
-
-    bounds: Sequence[tuple[int, int]] = ()
-
-    @property
-    def rows_of_sample(self) -> int:
-        """Rows of a batch that one sample makes."""
-        return max(len(self.bounds), 1)
-
-    def width(self, sample_width: int) -> int:
-        """Tokens of one row of a batch if a sample has `sample_width` tokens."""
-        if not self.bounds:
-            return sample_width
-        start, stop = self.bounds[0]
-        return stop - start
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """The first token of each part, int64 [rows of a sample]."""
-        if not self.bounds:
-            return np.zeros(1, np.int64)
-        return np.array([start for start, _ in self.bounds], np.int64)
-
-    def cut(self, extents: Extents) -> Extents:
-        """The extents of the kept parts, with each part as a sample."""
-        return cut_extents(extents, self.bounds) if self.bounds else extents
-
-
-ALL_COLUMNS = KeptColumns()
-"""Every sample is kept whole."""
-
-
-def kept_columns_of(sequence_length: int, cp_rank: int, cp_size: int) -> KeptColumns:
-    """The parts of a sample that a context-parallel rank keeps.
-
-    Each part includes the token after it, which is the part's last label. Raises ConfigError for a
-    rank that does not exist.
-    """
-    parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
-    if cp_size == 1:
-        return ALL_COLUMNS
-    return KeptColumns(bounds=[(start, stop + 1) for start, stop in parts])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileTable:
-    """What the planner knows of the files. Files are numbered through all datasets, in their order.
-
-    firsts [datasets + 1]: the number of each dataset's first file. All other arrays are [files].
-    itemsize: bytes of a token. local: whether the file is mapped into memory. verified_at, mapped_at:
-    memory addresses of the states of a file's cached pages and of the addresses of its cached chunks;
-    0: not cached. page_bytes, chunk_bytes: sizes of a page and a chunk of the cache.
-    """
-
-    firsts: Integers
-    itemsize: Integers
-    num_tokens: Integers
-    local: NDArray[np.bool_]
-    names: Sequence[str]
-    verified_at: Integers
-    mapped_at: Integers
-    page_bytes: int
-    chunk_bytes: int
 
 
 class Request(NamedTuple):
@@ -143,29 +77,15 @@ class PlannedBuffer:
         return sum(request.stop - request.start for request in self.requests)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanWindow:
-    """The rows of consecutive samples in their order, and the buffers to fetch for them.
+@dataclass(kw_only=True, slots=True)
+class PlanWindow(PlacedRows):
+    """The rows of consecutive samples, and the buffers to fetch for them.
 
-    Each kept part counts as a sample. Buffers are in the order of the first row that needs them.
-    Buffers of earlier windows may serve rows of this window too.
-
-    sample_ids [samples]: numbers in the global stream; a kept part has the number of its sample.
-    row_splits [samples + 1]: sample i owns rows [row_splits[i], row_splits[i + 1]).
-    slot, offset [rows]: a row's bytes begin at byte `offset` after the address of `slot`.
-    file, start, size [rows]: a row is `size` tokens of `file`, from token `start` on.
-    column [rows]: the row's first token is token `column` of its sample.
-    useful_bytes: bytes of all remote rows. cached_bytes: those that the page cache serves.
+    Buffers are in the order of the first row that needs them. Buffers of earlier windows may serve rows
+    of this window too. useful_bytes: bytes of all remote rows. cached_bytes: those that the page cache
+    serves.
     """
 
-    sample_ids: Integers
-    row_splits: Integers
-    slot: Integers
-    offset: Integers
-    size: Integers
-    file: Integers
-    start: Integers
-    column: Integers
     buffers: Sequence[PlannedBuffer]
     useful_bytes: int
     cached_bytes: int
@@ -183,11 +103,6 @@ class GatherGroup:
     first: int
     last: int
     buffers: Sequence[FetchGroup]
-
-    @property
-    def row_splits(self) -> Integers:
-        """Row numbers of the window: sample i of the group owns [row_splits[i], row_splits[i + 1])."""
-        return self.window.row_splits[self.first : self.last + 1]
 
     @property
     def rows(self) -> slice:
@@ -284,7 +199,7 @@ class Planner:
         coalesce_gap_bytes: int,
         max_request_bytes: int,
         blocks: OpenBlocks | None,
-        kept: KeptColumns = ALL_COLUMNS,
+        kept: KeptParts = WHOLE,
         resident: Resident | None = None,
     ) -> None:
         self.files = files
@@ -316,9 +231,9 @@ class Planner:
         this window and in later ones. The engine frees the buffer after as many rows are gathered.
         """
         files = self.files
+        dataset = extents.dataset[extents.row_splits[:-1]].astype(np.int64)
         extents = self.kept.cut(extents)
-        file = files.firsts[extents.dataset].astype(np.int64) + extents.file
-        self._check(file, extents)
+        file = files.files_of(extents)
         in_sample = rows_of(extents)
         itemsize = files.itemsize[file]
         start_byte = extents.start * itemsize
@@ -352,7 +267,8 @@ class Planner:
             size=in_sample.size,
             file=file,
             start=extents.start,
-            column=in_sample.column,
+            sample_start=in_sample.sample_start,
+            dataset=dataset,
             buffers=buffers,
             useful_bytes=int(remote_bytes.sum()),
             cached_bytes=cached_bytes,
@@ -368,19 +284,6 @@ class Planner:
             return []
         slots, samples_left = self.blocks.release_all(lanes)
         return self.table.cancel(slots, samples_left * self.kept.rows_of_sample)
-
-    def _check(self, file: Integers, extents: Extents) -> None:
-        """Raise ShortReadError for a row that is not within its file. Kernels do not check this."""
-        num_tokens = self.files.num_tokens
-        outside = np.flatnonzero((extents.stop > num_tokens[file]) | (extents.start < 0))
-        if not len(outside):
-            return
-        row = outside[0]
-        number = int(file[row])
-        raise ShortReadError(
-            f"{self.files.names[number]}: tokens up to {int(extents.stop[row])} were asked for, "
-            f"the file has {int(num_tokens[number])}; does its .idx belong to it?"
-        )
 
     # --- rows in blocks that are fetched whole ---
 

@@ -6,14 +6,14 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import ORDERS
+from streammega.config import ORDERS, StorageConfig
+from streammega.config.fields import FIELDS
 from streammega.dataset.local_cache import cache_folder
-from streammega.errors.cached_property import cached_property
 from streammega.errors.logs import get_logger
 from streammega.kernels.addresses import address_of
 from streammega.loading.memory_plan import (
@@ -24,13 +24,14 @@ from streammega.loading.memory_plan import (
     plan_memory,
 )
 from streammega.loading.micro_steps import MicroSteps
-from streammega.loading.planner import ALL_COLUMNS, FileTable, KeptColumns, Planner, Resident
+from streammega.loading.planner import Planner, Resident
+from streammega.loading.ready import Form
 from streammega.order.epoch_layout import MIN_RUN_SAMPLES
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
-from streammega.samples.derived_fields import bytes_of_field
 from streammega.samples.packed import are_packed
-from streammega.samples.source import all_files, field_names, masks_by_files
+from streammega.samples.rows import WHOLE, FileTable, KeptParts
+from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache import PAGE_BYTES, PageCache, open_cached
 from streammega.storage.cache.chunk_file import whole_pages
@@ -53,12 +54,10 @@ SMALL_REQUEST = 64 << 10
 class ReadPlan:
     """What one reader needs to read its micro-batches.
 
-    files: the files of all datasets, in the order of `table`. dtype: the widest dtype of the files.
+    table: the files of all datasets.
     """
 
-    files: list[TokenFile]
     table: FileTable
-    dtype: np.dtype[Any]
     memory: MemoryPlan
     planner: Planner
     is_scattered: bool
@@ -66,17 +65,6 @@ class ReadPlan:
 
     Then whole files are fetched into the cache in the background.
     """
-
-    @cached_property
-    def dtype_numbers(self) -> dict[np.dtype[Any], int]:
-        """A number for each dtype of the files."""
-        dtypes = {file.dtype for file in self.files}
-        return {dtype: number for number, dtype in enumerate(dtypes)}
-
-    @cached_property
-    def dtype_of_file(self) -> NDArray[np.int64]:
-        """The number of each file's dtype, int64 [files]."""
-        return np.array([self.dtype_numbers[file.dtype] for file in self.files], np.int64)
 
     @property
     def is_remote(self) -> bool:
@@ -90,32 +78,33 @@ def plan_reading(
     memory_bytes: int,
     *,
     ahead: int = 0,
-    kept: KeptColumns = ALL_COLUMNS,
-    ids_only: bool = False,
+    kept: KeptParts = WHOLE,
+    form: Form = "fields",
 ) -> ReadPlan:
     """Plan how a rank reads its micro-batches in an iteration that begins at `start`.
 
     memory_bytes: the limit of all memory of the reader. ahead: micro-batches to keep ready. kept:
-    which tokens of every sample are read. ids_only: batches have ids as they are stored.
+    which tokens of every sample are read. form: what batches are.
 
     Raises ConfigError if the memory cannot hold a micro-batch.
     """
     config = steps.config
     storage = config.storage
-    files = all_files(steps.samples.files)
+    files = steps.samples.files
     if storage.cache_max_bytes:
         cache = PageCache(
             cache_folder(storage),
             storage.cache_max_bytes,
             storage.tuning.cache_chunk_bytes,
         )
-        files = [_cached(file, cache) for file in files]
-    elif storage.cache_dir is not None and not all(file.store.is_local for file in files):
+        files = [[_cached(file, cache) for file in of_dataset] for of_dataset in files]
+    elif storage.cache_dir is not None and not all(
+        file.store.is_local for file in all_files(files)
+    ):
         warn_once(
             log, str(storage.cache_dir), NO_TOKENS_KEPT, storage.cache_dir, level=logging.INFO
         )
-    table = _table_of(files, steps)
-    dtype = np.result_type(*(file.dtype for file in files))
+    table = _table_of(files, storage)
     small = _small_datasets(steps, table, start, storage.tuning.resident_bytes)
     sample_tokens = steps.sequence_length_at(start) + 1
     all_small = _resident(small, table, sample_tokens)
@@ -123,11 +112,11 @@ def plan_reading(
     lanes = np.empty(0, np.int64)
     # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that have
     # no tokens, so such parts are never read from blocks.
-    if not (kept.bounds and are_packed(files)):
+    if not (kept.bounds and are_packed(table.files)):
         blocks, lanes = _blocks_to_prefetch(steps, table, start)
     memory = plan_memory(
         memory_bytes,
-        _batch_size(steps, dtype, int(table.itemsize.max()), kept, ids_only=ids_only),
+        _batch_size(steps, table, kept, form),
         blocks,
         len(lanes),
         resident=[
@@ -142,7 +131,9 @@ def plan_reading(
         only_blocks=_reads_only(steps, table, start, {one.dataset for one in small}, blocks),
     )
     stays = [one for one in small if one.dataset in memory.resident_datasets]
-    remote = [one for one in small if any(is_remote(files[number].url) for number in one.files)]
+    remote = [
+        one for one in small if any(is_remote(table.files[number].url) for number in one.files)
+    ]
     _warn_of_samples_alone(remote, memory, sample_tokens * int(table.itemsize.max()))
     if memory.num_without_room:
         _warn_low_memory(memory, memory_bytes)
@@ -155,9 +146,7 @@ def plan_reading(
         is_whole = np.isin(np.arange(len(itemsizes)), memory.block_datasets)
         prefetched = OpenBlocks(order, lanes, is_whole, itemsizes)
     return ReadPlan(
-        files=files,
         table=table,
-        dtype=dtype,
         memory=memory,
         planner=Planner(
             table,
@@ -172,27 +161,26 @@ def plan_reading(
     )
 
 
-def _batch_size(
-    steps: MicroSteps, dtype: np.dtype[Any], itemsize: int, kept: KeptColumns, *, ids_only: bool
-) -> BatchSize:
-    """The sizes of a micro-batch.
-
-    dtype: the dtype of its ids in memory. itemsize: the most bytes that a token has in a file.
-    """
+def _batch_size(steps: MicroSteps, table: FileTable, kept: KeptParts, form: Form) -> BatchSize:
+    """The sizes of a micro-batch."""
     config = steps.config
     sample_tokens = config.sequence_length + 1
     rows = steps.micro_batch_size * kept.rows_of_sample
     ids = rows * kept.width(sample_tokens)
-    learned_bytes = ids if masks_by_files(steps.samples) else 0
+    columns = steps.samples.segments[0].columns.values()
     fields: tuple[int, ...] = ()
-    if not ids_only:
-        names = field_names(steps.samples)
-        fields = tuple(rows * bytes_of_field(name, config.sequence_length) for name in names)
+    if form == "fields":
+        names = steps.samples.segments[0].field_names
+        fields = tuple(rows * FIELDS[name].nbytes(config.sequence_length) for name in names)
     return BatchSize(
         samples=steps.micro_batch_size,
         sample_tokens=sample_tokens,
-        stored=steps.micro_batch_size * sample_tokens * itemsize,
-        ids=(ids * dtype.itemsize, rows * np.dtype(np.int64).itemsize, learned_bytes),
+        stored=steps.micro_batch_size * sample_tokens * int(table.itemsize.max()),
+        ids=(
+            ids * table.dtype.itemsize,
+            rows * np.dtype(np.int64).itemsize,
+            *(ids * column.dtype.itemsize for column in columns),
+        ),
         fields=fields,
     )
 
@@ -395,20 +383,17 @@ def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:
 # The files.
 
 
-def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
+def _table_of(files: Sequence[Sequence[TokenFile]], storage: StorageConfig) -> FileTable:
     """The table of the files for the planner and its kernels."""
-    files_of_dataset = [len(files) for files in steps.samples.files]
-    addresses = np.array([_addresses_in_cache(file) for file in files], np.int64).reshape(-1, 2)
-    return FileTable(
-        firsts=np.cumsum([0, *files_of_dataset]),
-        itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
-        num_tokens=np.array([file.num_tokens for file in files], np.int64),
-        local=np.array([file.store.local_path(file.key) is not None for file in files], np.bool_),
-        names=[file.url for file in files],
-        verified_at=np.ascontiguousarray(addresses[:, 0]),
-        mapped_at=np.ascontiguousarray(addresses[:, 1]),
+    table = FileTable.of(files)
+    addresses = np.array([_addresses_in_cache(file) for file in table.files], np.int64)
+    verified_at, mapped_at = np.ascontiguousarray(addresses.reshape(-1, 2).T)
+    return replace(
+        table,
+        verified_at=verified_at,
+        mapped_at=mapped_at,
         page_bytes=PAGE_BYTES,
-        chunk_bytes=whole_pages(steps.config.storage.tuning.cache_chunk_bytes),
+        chunk_bytes=whole_pages(storage.tuning.cache_chunk_bytes),
     )
 
 
@@ -439,16 +424,14 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     return replace(file, store=CachedStore(file.store, cached)) if cached else file
 
 
-def map_local_files(
-    files: list[TokenFile], local: NDArray[np.bool_]
-) -> list[NDArray[np.uint8] | None]:
+def map_local_files(table: FileTable) -> list[NDArray[np.uint8] | None]:
     """The bytes of each local file, which keep it mapped; None for the others.
 
     Kernels read as many as the file has tokens. So this raises ObjectChangedError if a file is not
     the one that was opened, and ShortReadError if the file is too short for its tokens.
     """
     mapped: list[NDArray[np.uint8] | None] = []
-    for file, is_mapped in zip(files, local.tolist(), strict=True):
+    for file, is_mapped in zip(table.files, table.local.tolist(), strict=True):
         content = None
         if is_mapped:
             view = file.store.view(file.key, file.etag)

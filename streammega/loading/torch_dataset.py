@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -18,21 +17,15 @@ from streammega.config import DataConfig
 from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.errors.logs import get_logger
-from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.ranks import check_alone, data_parallel
+from streammega.loading.ready import Form
 from streammega.loading.worker_state import IterationStart, IterationState
-from streammega.loading.worker_transfer import (
-    WorkerBatch,
-    batch_of_ids,
-    enlarge_pipe,
-    fields_follow_from_ids,
-    only_torch_sees_batches,
-)
+from streammega.loading.worker_transfer import FieldsOfPhase, WorkerBatch
 from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
-from streammega.samples.fields import Batch
+from streammega.samples.field_inputs import Batch
 from streammega.samples.open import open_source
 from streammega.samples.pinned import read_blend
 from streammega.samples.segments import names_in_identity
@@ -125,7 +118,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             dp_size=dp_size,
         )
         self.steps.check()
-        check_fields(self.samples)
+        check_fields(self.samples.segments[0])
         self._consumed = 0  # the cursor
         self._last_seek = 0  # where `seek` or `load_state_dict` last moved the cursor
         self._state = IterationState()
@@ -208,18 +201,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if worker is not None and worker.id > 0:
             nothing: tuple[Batch, ...] = ()  # worker 0 reads; torch skips workers without batches
             return Iteration(batch for batch in nothing)
-        if worker is not None:
-            enlarge_pipe()
         begun = self._state.begin()
         # A worker may have copied this dataset before `seek` set the position: memory is shared.
         self.steps = self.steps.with_lanes(begun.lanes).from_origin(begun.origin)
         self._consumed = begun.start
-        return Iteration(self._batches(self.steps, begun, only_torch_sees_batches(self)))
+        return Iteration(self._batches(self.steps, begun))
 
-    def _batches(
-        self, steps: MicroSteps, begun: IterationStart, is_sent_unread: bool
-    ) -> Generator[Batch, None, None]:
-        """is_sent_unread: no code but torch's reads batches before they leave this worker."""
+    def _batches(self, steps: MicroSteps, begun: IterationStart) -> Generator[Any, None, None]:
         if begun.start and begun.start == steps.num_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, "
@@ -228,27 +216,20 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 begun.start,
             )
         in_worker = torch.utils.data.get_worker_info() is not None
-        must_freeze = in_worker and gc.get_freeze_count() == 0
-
-        def make_engine(steps: MicroSteps, positions: Iterator[int], start: int) -> Engine:
-            """Make the engine that reads one phase."""
-            as_ids = is_sent_unread and fields_follow_from_ids(steps)
-            return Engine(steps, positions, AHEAD, start=start, ids_only=as_ids)
-
-        batches = iterate_batches(steps, begun.start, make_engine, lambda: self._state.check(begun))
+        form: Form = "samples" if in_worker else "fields"
+        batches = iterate_batches(
+            steps, begun.start, lambda: self._state.check(begun), ahead=AHEAD, form=form
+        )
+        phase: MicroSteps | None = None
         with closing(batches):
             for consumed, batch, engine in batches:
-                if must_freeze:
-                    # Modules and kernels are loaded. A full collection that goes over them takes
-                    # longer than the batches last that this worker has sent ahead.
-                    gc.freeze()
-                    must_freeze = False
-                output: Any = batch
-                if engine.ids_only:
-                    with engine.steps.naming_datasets(consumed):
-                        output = batch_of_ids(batch, engine.steps)
-                elif in_worker:
-                    output = WorkerBatch(batch)
+                output = batch
+                if in_worker:
+                    if phase is not engine.steps:
+                        phase = engine.steps
+                        fields = FieldsOfPhase.of(phase)
+                    with phase.naming_datasets(consumed):
+                        output = WorkerBatch(batch, fields)
                 if self._state.is_latest(begun):
                     self.advance(consumed)
                 yield output

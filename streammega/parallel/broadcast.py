@@ -1,41 +1,35 @@
 """One micro-batch, from the rank that reads it to the fields of every rank.
 
-reading rank ─► ids, valid ─► one message to its tensor-parallel group ─► fields on every rank ─►
+reading rank ─► ids, columns ─► one message to its tensor-parallel group ─► fields on every rank ─►
 its parts, its stage's fields
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streammega.config import DataConfig
+from streammega.config.fields import FIELDS, FIRST, LAST, MIDDLE
 from streammega.errors import ConfigError, StreammegaError
-from streammega.errors.cached_property import cached_property
 from streammega.loading import StreamLoader
 from streammega.loading.device_prefetch import wait_on_stream
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, rank_fields
 from streammega.parallel.groups import Ranks, has_cpu_backend
-from streammega.samples.derived_fields import check_ids, check_mask_is_there, torch_dtype
-from streammega.samples.fields import Batch
+from streammega.samples.columns import COLUMNS
+from streammega.samples.field_inputs import Batch, Samples, check_mask_is_there
+from streammega.samples.host_fields import scan_padding, torch_dtype
 
-VALID_BYTES = 4
-"""Bytes of an int32. torch views bytes as int32 only if they begin on a multiple of it."""
-
-FIRST_STAGE = ("tokens", "position_ids")
-"""Fields of the first pipeline stage."""
-LAST_STAGE = ("labels", "loss_mask")
-"""Fields of the last pipeline stage."""
-BOTH_ENDS = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
-"""Fields of the first and of the last stage, where the config asks for them."""
-MIDDLE_STAGES = ("position_ids", *BOTH_ENDS)
-"""Fields of the stages between them, with `every_stage`."""
+ALIGNED = 16
+"""Each array of a message begins at a multiple of it: torch views bytes only so as wider values."""
 
 
 class RankBatch(dict[str, Tensor]):
@@ -45,6 +39,19 @@ class RankBatch(dict[str, Tensor]):
     """
 
     longest: int | None = None
+
+
+class Array(NamedTuple):
+    """An array of a message, from byte `start` on."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        """The byte after it."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,51 +64,28 @@ class BatchSpec:
     """The config with this sequence length."""
     bounds: Bounds
     """Tokens [start, stop) of each part of a sample that this rank keeps."""
-    rows: int
-    width: int
-    """Ids of a row."""
-    ids_dtype: torch.dtype
-    has_modes: bool
-    """Whether a message contains which tokens have a loss."""
+    arrays: Mapping[str, Array]
+    """What a message has, by the names that batches of the loader have."""
+    message_size: int
+    """Bytes of a message."""
 
-    @cached_property
-    def ids_stop(self) -> int:
-        """Bytes of the ids."""
-        return self.rows * self.width * self.ids_dtype.itemsize
-
-    @cached_property
-    def valid_start(self) -> int:
-        """The first multiple of VALID_BYTES after the ids: the number of 16-bit ids may be odd."""
-        return -(-self.ids_stop // VALID_BYTES) * VALID_BYTES
-
-    @cached_property
-    def learned_start(self) -> int:
-        """The byte after the counts."""
-        return self.valid_start + VALID_BYTES * self.rows
-
-    @cached_property
-    def message_size(self) -> int:
-        """Bytes of a message."""
-        return self.learned_start + (self.rows * self.width if self.has_modes else 0)
-
-    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(ids [rows, width], valid int32 [rows], learned [rows, width] or None): views of a message,
-        uint8 [message_size].
-        """
-        ids = message[: self.ids_stop].view(self.ids_dtype).view(self.rows, self.width)
-        valid = message[self.valid_start : self.learned_start].view(torch.int32)
-        if not self.has_modes:
-            return ids, valid, None
-        learned = message[self.learned_start :].view(torch.bool).view(self.rows, self.width)
-        return ids, valid, learned
+    def views(self, message: Tensor) -> Batch:
+        """The arrays of a message, uint8 [message_size]."""
+        return {
+            name: message[array.start : array.stop].view(array.dtype).view(array.shape)
+            for name, array in self.arrays.items()
+        }
 
     def pack(self, raw: Batch, message: Tensor) -> None:
         """Write a micro-batch of the loader into a message."""
-        ids, valid, learned = self.unpack(message)
-        ids.copy_(raw["ids"])
-        valid.copy_(raw["valid"])
-        if learned is not None:
-            learned.copy_(raw["learned"])
+        for name, array in self.views(message).items():
+            array.copy_(raw[name])
+
+
+def samples_of(raw: Batch) -> Samples:
+    """A micro-batch as ids: `ready.ids_batch` the other way round."""
+    columns = {name: array for name, array in raw.items() if name in COLUMNS}
+    return Samples(raw["ids"], raw["valid"], columns, raw.get("dataset_id"))
 
 
 @dataclass
@@ -154,15 +138,9 @@ class BatchBroadcast:
         self._loader = loader
         self._ranks = ranks
         self._device = device
-        self._reads_parts = bool(loader.bounds)
         self._specs: dict[int, BatchSpec] = {}
-        field_names = config.field_names
-        self._fields = tuple(
-            name
-            for name in stage_fields(ranks, every_stage)
-            if name.removesuffix("_whole") in field_names
-        )
-        self._has_dataset_ids = config.return_dataset_ids and "labels" in self._fields
+        stages = stages_of(ranks, every_stage)
+        self._fields = [name for name in config.field_names if stages & {*FIELDS[name].stages}]
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
@@ -219,8 +197,7 @@ class BatchBroadcast:
         """Begin to send a micro-batch, or make its fields where no other rank needs it."""
         if self._stream is None and self._group is None:
             assert raw is not None
-            ids, valid = raw["ids"], raw["valid"]
-            pending.batch = self._derive(pending, ids, valid, raw.get("learned"))
+            pending.batch = self._derive(pending, raw)
             return
         counts = self._broadcast_document_counts(pending.spec, raw) if self._sends_counts else None
         if self._stream is not None:
@@ -243,7 +220,7 @@ class BatchBroadcast:
         if pending.work is not None:
             pending.work.wait()
         with self._loader.dataset.steps.naming_datasets(pending.position):
-            return self._derive_message(pending, pending.message)
+            return self._derive(pending, pending.spec.views(pending.message))
 
     def _spec_of(self, length: int) -> BatchSpec:
         """The spec for samples of `length` tokens, made once.
@@ -251,20 +228,31 @@ class BatchBroadcast:
         A row is a sample, or a part of a sample, with the token after it.
         """
         if length not in self._specs:
-            bounds = _kept_bounds(self._loader, self._ranks, length)
-            rows = self._loader.dataset.micro_batch_size
-            row_length = length
-            if self._reads_parts:
-                start, stop = bounds[0]  # all parts have one length
-                rows *= len(bounds)
-                row_length = stop - start
+            loader = self._loader
+            bounds = _kept_bounds(loader, self._ranks, length)
+            config = replace(loader.dataset.config, sequence_length=length)
+            samples = loader.dataset.micro_batch_size
+            start, stop = bounds[0]  # all parts have one length
+            parts = samples * len(bounds), stop - start + 1
+            uncut = samples, length + 1
+            of_columns = parts if loader.bounds else uncut
+            ids = uncut if config.needs_whole_samples else of_columns
+            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+                "ids": (ids, torch_dtype(loader.ids_dtype)),
+                "valid": (ids[:1], torch.int64),
+            }
+            needed = {column for name in self._fields for column in FIELDS[name].columns}
+            columns = {name: loader.columns[name] for name in loader.columns if name in needed}
+            shapes |= {name: (of_columns, torch_dtype(dtype)) for name, dtype in columns.items()}
+            if "dataset_id" in self._fields:
+                shapes["dataset_id"] = (samples,), torch.int64
+            arrays = {}
+            size = 0
+            for name, (shape, dtype) in shapes.items():
+                array = arrays[name] = Array(size, shape, dtype)
+                size = -(-array.stop // ALIGNED) * ALIGNED
             self._specs[length] = BatchSpec(
-                config=replace(self._loader.dataset.config, sequence_length=length),
-                bounds=bounds,
-                rows=rows,
-                width=row_length + 1,
-                ids_dtype=torch_dtype(self._loader.ids_dtype),
-                has_modes=self._loader.has_modes,
+                config=config, bounds=bounds, arrays=arrays, message_size=size
             )
         return self._specs[length]
 
@@ -292,7 +280,7 @@ class BatchBroadcast:
         """
         if raw is not None:
             # checked here, because the host would have to wait for a check on the device
-            pending.may_pad = check_ids(raw["ids"].numpy(), pending.spec.config, self._fields)
+            pending.may_pad = scan_padding(raw["ids"].numpy(), pending.spec.config, self._fields)
             if (raw["valid"].numpy() < raw["ids"].shape[1]).any():
                 check_mask_is_there(self._fields)
                 pending.may_pad = True
@@ -301,7 +289,7 @@ class BatchBroadcast:
             work = self._broadcast(message)
             if work is not None:
                 work.wait()  # with NCCL the stream waits, not this thread
-            pending.batch = self._derive_message(pending, message, counts)
+            pending.batch = self._derive(pending, pending.spec.views(message), counts)
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()
 
@@ -325,36 +313,20 @@ class BatchBroadcast:
         work: dist.Work = dist.broadcast(message, self._source, group=self._group, async_op=True)
         return work
 
-    def _derive_message(
-        self, pending: PendingBatch, message: Tensor, counts: DocumentCounts | None = None
-    ) -> RankBatch:
-        ids, valid, learned = pending.spec.unpack(message)
-        return self._derive(pending, ids, valid, learned, counts)
-
     def _derive(
-        self,
-        pending: PendingBatch,
-        ids: Tensor,
-        valid: Tensor,
-        learned: Tensor | None,
-        counts: DocumentCounts | None = None,
+        self, pending: PendingBatch, raw: Batch, counts: DocumentCounts | None = None
     ) -> RankBatch:
         """The fields of this rank's stage, of the tokens that it keeps."""
-        fields = rank_fields(
-            ids,
-            valid,
-            pending.spec.config,
-            pending.spec.bounds,
-            parts=self._reads_parts,
-            names=self._fields,
-            documents=counts,
-            may_pad=pending.may_pad,
-            learned=learned,
+        batch = RankBatch(
+            rank_fields(
+                samples_of(raw),
+                pending.spec.config,
+                pending.spec.bounds,
+                names=self._fields,
+                documents=counts,
+                may_pad=pending.may_pad,
+            )
         )
-        batch = RankBatch({name: fields[name] for name in fields if name in self._fields})
-        if self._has_dataset_ids:  # each rank knows them without a message
-            dataset_ids = torch.from_numpy(self._loader.dataset.dataset_ids(pending.position))
-            batch["dataset_id"] = dataset_ids.to(ids.device, non_blocking=True)
         if counts is not None:
             batch.longest = counts.longest
         return batch
@@ -394,14 +366,7 @@ def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device
     return torch.device(device or "cpu")
 
 
-def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
-    """The fields that this rank's pipeline stage needs. A middle stage needs some with `every_stage`."""
-    fields: list[str] = []
-    if ranks.is_first_stage:
-        fields += [*FIRST_STAGE, *BOTH_ENDS]
-    if ranks.is_last_stage:
-        fields += [*LAST_STAGE, *BOTH_ENDS]
-    if every_stage:
-        fields += MIDDLE_STAGES
-    # without duplicates: one stage may be the first and the last
-    return tuple(dict.fromkeys(fields))
+def stages_of(ranks: Ranks, every_stage: bool) -> set[str]:
+    """What this rank's pipeline stage is to fields. A middle stage needs some with `every_stage`."""
+    is_stage = {FIRST: ranks.is_first_stage, LAST: ranks.is_last_stage, MIDDLE: every_stage}
+    return {stage for stage, is_it in is_stage.items() if is_it}

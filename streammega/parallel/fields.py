@@ -4,7 +4,7 @@ that it keeps in context parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 
 from streammega.config import DataConfig
+from streammega.config.fields import FIELDS
 from streammega.errors import ConfigError
-from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
-from streammega.samples.fields_torch import NO_ID, device_fields
+from streammega.samples.device_fields import NO_ID, DeviceFields
+from streammega.samples.field_inputs import Batch, FieldInputs, Samples, make_fields
+from streammega.samples.fields import cu_seqlens
+from streammega.samples.host_fields import HostFields
 
 Bounds = Sequence[tuple[int, int]]
 """[start, stop) of the parts of a sample that a rank keeps, in tokens."""
-
-
-def needs_whole_samples(config: DataConfig) -> bool:
-    """Whether some field of a part depends on tokens before it: then every context-parallel rank
-    reads whole samples.
-    """
-    return config.reset_position_ids or config.reset_attention_mask or config.create_attention_mask
 
 
 class DocumentCounts(NamedTuple):
@@ -56,91 +52,92 @@ def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds)
 
 
 def rank_fields(
-    ids: Tensor,
-    valid: Tensor,
+    samples: Samples,
     config: DataConfig,
     bounds: Bounds,
     *,
-    parts: bool,
-    names: Sequence[str] | None = None,
+    names: Collection[str] | None = None,
     documents: DocumentCounts | None = None,
     may_pad: bool = True,
-    learned: Tensor | None = None,
 ) -> Batch:
     """The fields of the tokens that a rank keeps: tokens, labels, loss_mask, position_ids [samples,
-    kept], and what the config adds.
+    kept], and what the config adds. They are made where the ids are.
 
     Args:
-        ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P + 1],
-            the rows of a sample in order.
-        valid: integers [rows of ids], how many ids of a row are not padding.
+        samples: "ids" in the stored dtype, [samples, S + 1] or of the kept parts [samples * len(bounds),
+            P + 1], the rows of a sample in order. Columns are either, too.
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
-        parts: the rows are the parts, already.
         names: of the fields; None: those of the config.
         documents: the counts of these ids; None: if they are needed, the host waits for the device
             to count documents.
-        may_pad: as in device_fields.
-        learned: bool for each of `ids`; a label that is not learned has no loss. None: all have.
+        may_pad: as in DeviceFields.
+
+    Raises ConfigError for parts where a field needs whole samples.
     """
     names = config.field_names if names is None else names
-    if parts:
-        return _fields_of_parts(ids, valid, config, bounds, names, may_pad, learned)
-    batch = _fields(ids, valid, config, names, documents, may_pad, learned)
+    start, stop = bounds[0]  # parts are of one length
+    is_cut = samples.ids.shape[1] == stop - start + 1
+    of_whole = [name for name in names if FIELDS[name].needs_whole(config)]
     if len(bounds) == 1:
-        return batch
-    return split_batch(batch, bounds, documents.max_kept_documents if documents else None)
-
-
-def _fields_of_parts(
-    ids: Tensor,
-    valid: Tensor,
-    config: DataConfig,
-    bounds: Bounds,
-    names: Sequence[str],
-    may_pad: bool,
-    learned: Tensor | None,
-) -> Batch:
-    """The fields of rows that are parts of samples. The parts of a sample are laid end to end."""
-    if needs_whole_samples(config):
+        of_whole = []  # a part that is the sample
+    if of_whole and is_cut:
         raise ConfigError(
-            "document bounds need whole samples: open the loader without cp_rank and cp_size, "
+            f"{of_whole[0]} needs whole samples: open the loader without cp_rank and cp_size, "
             "or by open_loader"
         )
-    part_start, part_stop = bounds[0]  # parts are of one length
-    part_length = part_stop - part_start
-    kept_length = len(bounds) * part_length
-    samples = len(ids) // len(bounds)
-    # made as if each part were a sample: without documents no token depends on those before it
-    part_config = replace(config, sequence_length=part_length)
-    batch = _fields(ids, valid, part_config, names, None, may_pad, learned)
-    kept = {name: field.reshape(samples, kept_length) for name, field in batch.items()}
-    if "position_ids" in names:
-        # they count from the start of the sample and not of the part
-        positions = [torch.arange(start, stop, device=ids.device) for start, stop in bounds]
-        kept["position_ids"] = torch.cat(positions).repeat(samples, 1)
-    return kept
-
-
-def _fields(
-    ids: Tensor,
-    valid: Tensor,
-    config: DataConfig,
-    names: Sequence[str],
-    documents: DocumentCounts | None,
-    may_pad: bool,
-    learned: Tensor | None,
-) -> Batch:
-    """The fields of samples, made where their ids are."""
-    if ids.device.type == "cpu":
-        batch = fields_of_ids(ids, valid, config, names=names)
-    else:
+    of_parts = [name for name in names if name not in of_whole]
+    made = _made(
+        samples if is_cut else _cut(samples, bounds),
+        replace(config, sequence_length=stop - start),
+        of_parts,
+        may_pad,
+        documents.max_documents if documents and not of_whole else None,
+        [start for start, _ in bounds],
+    )
+    for name, field in made.items():
+        if len(bounds) > 1 and FIELDS[name].tokens_dim == 1:  # the parts of a sample end to end
+            made[name] = field.reshape(-1, len(bounds) * field.shape[1])
+    if of_whole:
         max_documents = documents.max_documents if documents else None
-        batch = device_fields(
-            ids, valid, config, names, may_pad=may_pad, max_documents=max_documents
+        uncut = _made(samples, config, of_whole, may_pad, max_documents, (0,))
+        made |= split_batch(uncut, bounds, documents.max_kept_documents if documents else None)
+    order = [kept for name in FIELDS for kept in (name, f"{name}_whole")]
+    return {name: made[name] for name in order if name in made}
+
+
+def _made(
+    samples: Samples,
+    config: DataConfig,
+    names: Collection[str],
+    may_pad: bool,
+    max_documents: int | None,
+    starts: Sequence[int],
+) -> Batch:
+    if samples.ids.device.type == "cpu":
+        inputs: FieldInputs = HostFields(samples, config, names, starts=starts)
+    else:
+        inputs = DeviceFields(
+            samples, config, may_pad=may_pad, max_documents=max_documents, starts=starts
         )
-    if learned is not None and "loss_mask" in names:
-        batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
+    (batch,) = make_fields(inputs, names)
     return batch
+
+
+def _cut(samples: Samples, bounds: Bounds) -> Samples:
+    """Whole samples in parts, each with the token after it. Columns may be of parts already."""
+
+    def cut(array: Tensor) -> Tensor:
+        parts = [array[:, start : stop + 1] for start, stop in bounds]
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    ids = cut(samples.ids)
+    columns = {
+        name: column if len(column) == len(ids) else cut(column)
+        for name, column in samples.columns.items()
+    }
+    starts = torch.tensor([start for start, _ in bounds], device=samples.valid.device)
+    valid = (samples.valid[:, None] - starts).clamp(0, ids.shape[1]).flatten()
+    return samples._replace(ids=ids, valid=valid, columns=columns)
 
 
 def split_batch(batch: Batch, parts: Bounds, max_documents: int | None = None) -> Batch:
@@ -157,7 +154,7 @@ def split_batch(batch: Batch, parts: Bounds, max_documents: int | None = None) -
             kept["cu_seqlens"] = split_cu_seqlens(field, parts, max_documents)
             kept["cu_seqlens_whole"] = field
         else:
-            dim = 2 if name == "attention_mask" else 1
+            dim = FIELDS[name].tokens_dim
             cuts = [field.narrow(dim, start, stop - start) for start, stop in parts]
             kept[name] = torch.cat(cuts, dim)
     return kept

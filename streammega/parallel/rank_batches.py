@@ -17,17 +17,16 @@ from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.broadcast import BatchBroadcast, PendingBatch, rank_device
-from streammega.parallel.fields import needs_whole_samples
 from streammega.parallel.groups import WORLD, Ranks
 from streammega.parallel.layout import ParallelLayout
 from streammega.parallel.opening import open_together
-from streammega.samples.fields import Batch
+from streammega.samples.field_inputs import Batch
 
 
 def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoader:
     """Open the StreamLoader of a rank for its data-parallel share.
 
-    It reads only the parts of each sample that the rank keeps, unless a field needs whole samples.
+    It reads only the parts of each sample that the rank keeps; all ids if a field needs whole samples.
 
     `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup_batch_size, ...).
     Open one on every rank, since all ranks move the same cursor. Only ranks that read fetch tokens. This
@@ -44,7 +43,7 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     # every rank raises the error for a length that cannot be cut
     for segment in config.segments(options.get("split", "train")):
         zigzag_bounds(segment.sequence_length, cp_rank, layout.cp)
-    if layout.cp > 1 and not needs_whole_samples(config):
+    if layout.cp > 1:
         options |= {"cp_rank": cp_rank, "cp_size": layout.cp}
     # ids are copied into a message on the host, and only the message is pinned
     options.setdefault("pin_memory", False)
@@ -91,7 +90,7 @@ def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool
     Each stage that needs it reads it. If fields need whole samples, each cp rank reads it too.
     """
     reading_stages = layout.pp if every_stage else min(layout.pp, 2)
-    reading_cp_ranks = layout.cp if needs_whole_samples(config) else 1
+    reading_cp_ranks = layout.cp if config.needs_whole_samples else 1
     return reading_stages * reading_cp_ranks
 
 

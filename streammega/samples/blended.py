@@ -26,6 +26,7 @@ from streammega.order.extents import merge_extents
 from streammega.order.megatron import blend_indices, normalized
 from streammega.order.stream_order import USAGE
 from streammega.samples.fields import Batch
+from streammega.samples.gather import read_fields
 from streammega.samples.gpt import GPTDataset, order_dir, remove_loss, shared_folder
 from streammega.samples.source import SegmentSource, Span
 
@@ -84,7 +85,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             fields = self.datasets[dataset_id][int(sample[0])]
         else:
             # documents are excluded by the samples of the blend
-            batch = self.sample_fields(np.array([number], np.int64))
+            batch = read_fields(self, np.array([number], np.int64))
             fields = {name: field[0] for name, field in batch.items()}
         if index is None:
             remove_loss(fields)

@@ -46,11 +46,11 @@ class ExclusionMask:
         """Write eod_id for those tokens of ids [rows, width]."""
         fill_columns(self.ranges, 0, 0, eod_id, ids)
 
-    def clear_learned(self, learned: NDArray[Any]) -> None:
-        """Write False to learned [rows, S + 1] for ids of such documents and for the id after them,
+    def clear_loss(self, has_loss: NDArray[Any]) -> None:
+        """Write False to has_loss [rows, S + 1] for ids of such documents and for the id after them,
         whose label would follow on them.
         """
-        fill_columns(self.ranges, 0, 1, False, learned)
+        fill_columns(self.ranges, 0, 1, False, has_loss)
 
 
 class ExcludedRanges(NamedTuple):
@@ -90,7 +90,7 @@ class ExcludedTokens:
         self.stops: Integers = bounds[high[is_excluded]]
         self.since: Integers = since[low[is_excluded]]
 
-    def columns(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
+    def mask(self, runs: Runs, sample_ids: Integers) -> ExclusionMask | None:
         """Where the tokens of runs are excluded; None: nowhere. sample_ids: the sample of each row
         of the batch.
         """
@@ -99,7 +99,7 @@ class ExcludedTokens:
         while True:
             count = find_excluded(
                 self.starts, self.stops, self.since,
-                runs.file, runs.start, runs.size, runs.column, runs.sample, sample, ranges,
+                runs.file, runs.start, runs.size, runs.sample_start, runs.sample, sample, ranges,
             )  # fmt: skip
             if count <= ranges.shape[1]:
                 return ExclusionMask(np.ascontiguousarray(ranges[:, :count])) if count else None

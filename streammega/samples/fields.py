@@ -18,19 +18,23 @@ from torch import Tensor
 from streammega.config import FieldsConfig
 from streammega.errors import ConfigError, FormatError
 from streammega.kernels.fields import make_mask, make_positions
-from streammega.samples.derived_fields import Batch as Batch
-from streammega.samples.derived_fields import (
-    Ids,
+from streammega.samples.device_fields import NO_ID, DeviceFields
+from streammega.samples.field_inputs import Batch as Batch
+from streammega.samples.field_inputs import (
+    FieldInputs,
     Samples,
-    bounds_of,
-    causal_mask,
-    check_ids,
     check_mask_is_there,
     make_fields,
+)
+from streammega.samples.host_fields import (
+    HostFields,
+    Ids,
+    bounds_of,
+    causal_mask,
     new_memory,
     or_none,
+    scan_padding,
 )
-from streammega.samples.fields_torch import NO_ID, device_fields
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
@@ -78,14 +82,19 @@ def fields_of_ids(
     """The same, of all that ids tell. names: of the fields; None: those of the config."""
     names = config.field_names if names is None else names
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
-        return _fields_on_device(ids, valid, config, names)
-    stored = _array(ids, "ids")
-    _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, config.sequence_length)
-    stored = _as_kernels_take(stored)
-    counts = np.full(len(stored), stored.shape[1])
-    if valid is not None:
-        counts = _valid_counts(_array(valid, "valid"), stored.shape)
-    (batch,) = make_fields(Samples(stored, counts), config, names, new_memory)
+        inputs: FieldInputs = _inputs_on_device(ids, valid, config, names)
+    else:
+        stored = _array(ids, "ids")
+        _check_ids(
+            stored.dtype.kind in "iu", str(stored.dtype), stored.shape, config.sequence_length
+        )
+        stored = _as_kernels_take(stored)
+        counts = np.full(len(stored), stored.shape[1])
+        if valid is not None:
+            counts = _valid_counts(_array(valid, "valid"), stored.shape)
+        samples = Samples(torch.from_numpy(stored), torch.from_numpy(counts))
+        inputs = HostFields(samples, config, names)
+    (batch,) = make_fields(inputs, names)
     return batch
 
 
@@ -149,10 +158,10 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
 # --- ids from anywhere ---
 
 
-def _fields_on_device(
+def _inputs_on_device(
     ids: Tensor, valid: IdsLike | None, config: FieldsConfig, names: Sequence[str]
-) -> Batch:
-    """`batch_fields` of ids on an accelerator."""
+) -> DeviceFields:
+    """What fields of ids on an accelerator are made of."""
     fractional = ids.is_floating_point() or ids.is_complex()
     is_integer = not fractional and ids.dtype != torch.bool
     _check_ids(is_integer, str(ids.dtype), tuple(ids.shape), config.sequence_length)
@@ -169,9 +178,8 @@ def _fields_on_device(
     if config.vocab_size is not None or (pad >= 0 and "loss_mask" not in names):
         is_valid = np.arange(width) < counts[:, None]
         stored = np.where(is_valid, ids.cpu().numpy(), pad)
-        check_ids(stored, config, names)
-    counts_there = torch.from_numpy(counts).to(ids.device)
-    return device_fields(ids, counts_there, config, names)
+        scan_padding(stored, config, names)
+    return DeviceFields(Samples(ids, torch.from_numpy(counts).to(ids.device)), config)
 
 
 def _as_kernels_take(ids: NDArray[Any]) -> NDArray[Any]:

@@ -34,8 +34,9 @@ from streammega.order.megatron import (
     locate_gpt,
 )
 from streammega.order.stream_order import USAGE
-from streammega.samples.derived_fields import Batch, check_mask_is_there
+from streammega.samples.field_inputs import Batch, check_mask_is_there
 from streammega.samples.file_index import FileIndex
+from streammega.samples.gather import read_fields
 from streammega.samples.loss_masks import learned_modes_of
 from streammega.samples.packed import check_packing, one_row_per_document, trim_padding
 from streammega.samples.source import SegmentSource, Span
@@ -177,7 +178,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.indexed} ({self.split})")
-        batch = self.sample_fields(np.array([number], np.int64))
+        batch = read_fields(self, np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:
             remove_loss(fields)

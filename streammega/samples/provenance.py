@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,7 +28,7 @@ from streammega.kernels.documents import find_overlaps
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.samples.document_names import DocumentName, DocumentNames
-from streammega.samples.fetch import Ids
+from streammega.samples.gather import read_samples
 from streammega.samples.open import check_sample_ids, open_source
 from streammega.samples.pinned import read_blend
 from streammega.samples.segments import prefixes_of
@@ -162,24 +162,26 @@ class Provenance:
             for number, sample in enumerate(ids.tolist())
         ]
 
-    def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
+    def tokens(self, sample_ids: ArrayLike) -> tuple[NDArray[Any], Integers]:
         """Token ids of samples, [samples, S + extra], and how many each has. They are read from
         storage. The longest sample length of the phases is S. Raises IndexError for a number that no
         sample has.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
         check_sample_ids(self.source, ids, self.split)
-        if len(self.source.segments) == 1:
-            return self.source.segments[0].read(ids)
-        parts = [self.source.segment_at(sample).read(np.array([sample])) for sample in ids.tolist()]
-        widest = max((tokens.shape[1] for tokens, _ in parts), default=0)
-        dtypes = [tokens.dtype for tokens, _ in parts]
-        ids_of_samples = np.zeros(
-            (len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64
-        )
-        for row, (tokens, _) in enumerate(parts):
-            ids_of_samples[row, : tokens.shape[1]] = tokens[0]
-        return ids_of_samples, np.array([valid[0] for _, valid in parts], np.int64)
+        extra = int(self.config.add_extra_token)
+        numbers = [self.source.segment_number(sample) for sample in ids.tolist()]
+        segments = self.source.segments
+        widths = [segments[number].config.sequence_length + extra for number in numbers]
+        tokens = np.zeros((len(ids), max(widths, default=0)), segments[0].file_table.dtype)
+        valid = np.zeros(len(ids), np.int64)
+        for number in set(numbers):
+            rows = np.flatnonzero(np.array(numbers) == number)
+            samples = read_samples(segments[number], ids[rows])
+            width = min(samples.ids.shape[1], tokens.shape[1])
+            tokens[rows, :width] = samples.ids.numpy()[:, :width]
+            valid[rows] = samples.valid.numpy()
+        return tokens, valid
 
     def find(self, name: str) -> list[DocumentName]:
         """The documents of a name: `web#7`, an id or URL, or `corpus.jsonl:12`. Several if the
@@ -407,7 +409,7 @@ def documents_with(
     provenance: Provenance,
     patterns: Sequence[Sequence[int]],
     progress: ProgressObserver | None = None,
-) -> Iterator[tuple[DocumentName, int, Ids]]:
+) -> Iterator[tuple[DocumentName, int, NDArray[Any]]]:
     """(document, token of the shard, ids there) for every match of one of some patterns of ids, in
     the order of datasets and shards.
 
@@ -431,7 +433,7 @@ def documents_with(
 
 def _matches(
     documents: ShardDocuments, patterns: Sequence[Sequence[int]], progress: ProgressObserver
-) -> Iterator[tuple[int, int, Ids]]:
+) -> Iterator[tuple[int, int, NDArray[Any]]]:
     """(token of a shard, tokens of the pattern, ids around it) of every match."""
     store, info = documents.open_tokens()
     itemsize = documents.dtype.itemsize
@@ -455,7 +457,7 @@ def _matches(
         progress.advance((min(tokens, first + stretch) - first) * itemsize)
 
 
-def _starts(ids: Ids, pattern: Sequence[int]) -> NDArray[np.int64]:
+def _starts(ids: NDArray[Any], pattern: Sequence[int]) -> NDArray[np.int64]:
     """Where a pattern begins in an array of ids, ascending."""
     if len(pattern) > len(ids):
         return np.empty(0, np.int64)

@@ -15,8 +15,8 @@ from streammega.dataset.conversations import Message, load_record, messages_of, 
 from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
-from streammega.samples.derived_fields import check_ids
 from streammega.samples.fields import Batch
+from streammega.samples.host_fields import scan_padding
 
 
 @runtime_checkable
@@ -79,7 +79,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         self._tokens = np.concatenate(kept_tokens)
         self._answers = np.concatenate(kept_answers)
         try:
-            check_ids(self._tokens[None], config)
+            scan_padding(self._tokens[None], config)
         except FormatError as error:
             raise FormatError(f"{list_names(paths)}: {error}") from None
         self._order = np.arange(len(conversations))

@@ -7,34 +7,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
+from streammega.config.fields import FIELDS
 from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.state import PHASES
 from streammega.order.stream_order import StreamOrder
-from streammega.samples.derived_fields import (
-    Batch,
-    Samples,
-    check_mask_is_there,
-    make_fields,
-    new_memory,
-)
-from streammega.samples.excluded import (
-    ExcludedTokens,
-    ExclusionMask,
-    excluded_tokens,
-)
-from streammega.samples.fetch import Ids, fetch_ids, rows_of
+from streammega.samples.columns import COLUMNS, Column
+from streammega.samples.excluded import ExcludedTokens, excluded_tokens
+from streammega.samples.field_inputs import check_mask_is_there
 from streammega.samples.packed import are_packed
-from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
+from streammega.samples.rows import FileTable
+from streammega.samples.token_file import TokenFile, has_modes
 
 Integers = NDArray[np.int64]
 Span = tuple[int, int]
@@ -106,53 +98,43 @@ class SegmentSource(ABC):
         """
         return excluded_tokens(self.config, self.split, self.prefixes, self.files)
 
-    def read(self, sample_ids: Integers) -> tuple[Ids, Integers]:
-        """Token ids of samples, [n, S + extra] in the widest stored dtype, and how many each has."""
-        extents = self.locate(sample_ids)
-        return self._read(extents, self._excluded_columns(sample_ids, extents))
+    @cached_property
+    def file_table(self) -> FileTable:
+        """All files, without a cache of pages."""
+        return FileTable.of(self.files)
 
-    def sample_fields(self, sample_ids: Integers, *, bounds: bool = False) -> Batch:
-        """The fields of samples, as `batch_fields` makes them. There is no loss on tokens that
-        modes leave out, nor on excluded documents. With inter_document_masking they have its fields
-        too.
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the files hold bins."""
+        return are_packed(all_files(self.files))
+
+    @cached_property
+    def masks_loss(self) -> bool:
+        """Whether modes or excluded documents leave some tokens without loss."""
+        return self.excluded is not None or has_modes(all_files(self.files))
+
+    @cached_property
+    def field_names(self) -> Sequence[str]:
+        """The fields that batches have, in their order. By default those of the stream order have no
+        mask of ones, nor positions that only count up.
         """
         config = self.config
-        extents = self.locate(sample_ids)
-        excluded = self._excluded_columns(sample_ids, extents)
-        ids, valid = self._read(extents, excluded)
-        files = all_files(self.files)
-        samples = Samples(ids, valid)
-        if masks_by_files(self):
-            learned = np.ones(ids.shape, np.bool_)
-            clear_by_modes(files, runs_of(self.files, extents), learned)
-            if excluded is not None:
-                excluded.clear_learned(learned)
-            samples = samples._replace(learned=learned)
-        if config.inter_document_masking:
-            samples = samples._replace(pieces=(extents.row_splits, extents.stop - extents.start))
-        if config.return_dataset_ids:
-            samples = samples._replace(dataset_id=first_datasets(extents))
-        names = field_names(self)
-        if not (bounds or config.inter_document_masking):
-            names = tuple(name for name in names if name != "cu_seqlens")
-        (batch,) = make_fields(samples, config, names, new_memory, packed=are_packed(files))
-        return batch
+        names = config.field_names
+        if config.fields is not None or not ORDERS[config.order].omits_plain_fields:
+            return names
+        if not config.has_plain_fields or self.masks_loss or self.is_packed:
+            return names
+        return [name for name in names if name not in ("loss_mask", "position_ids")]
 
-    def _excluded_columns(self, sample_ids: Integers, extents: Extents) -> ExclusionMask | None:
-        """Where samples have tokens that are not seen; None: nowhere."""
-        if self.excluded is None:
-            return None
-        return self.excluded.columns(runs_of(self.files, extents), sample_ids)
-
-    def _read(self, extents: Extents, excluded: ExclusionMask | None) -> tuple[Ids, Integers]:
-        config = self.config
-        width = config.sequence_length + int(config.add_extra_token)
-        file_of_row = file_of_rows(self.files, extents)
-        ids, valid = fetch_ids(all_files(self.files), file_of_row, extents, width, config.storage)
-        if excluded is not None:
-            assert config.eod_id is not None
-            excluded.overwrite(ids, config.eod_id)
-        return ids, valid
+    @cached_property
+    def columns(self) -> Mapping[str, Column]:
+        """The columns that these fields are made of, by name."""
+        needed = {name for field in self.field_names for name in FIELDS[field].columns}
+        return {
+            name: column
+            for name, column in COLUMNS.items()
+            if name in needed and column.is_there(self)
+        }
 
 
 class SampleSource:
@@ -248,33 +230,10 @@ class SampleSource:
         return identity | {PHASES: phases} if phases else identity
 
 
-def masks_by_files(source: SampleSource | SegmentSource) -> bool:
-    """Whether modes or excluded documents leave some tokens without loss."""
-    return source.excluded is not None or has_modes(all_files(source.files))
-
-
-def _masks_by_data(source: SampleSource | SegmentSource) -> bool:
-    """Whether the data itself leaves some labels without loss."""
-    return masks_by_files(source) or are_packed(all_files(source.files))
-
-
-def check_fields(source: SampleSource) -> None:
+def check_fields(source: SegmentSource) -> None:
     """Raise ConfigError if the data has labels without loss, and the config leaves out loss_mask."""
-    if _masks_by_data(source):
+    if source.masks_loss or source.is_packed:
         check_mask_is_there(source.config.field_names)
-
-
-def field_names(source: SampleSource | SegmentSource) -> tuple[str, ...]:
-    """The fields that batches have, in their order. By default those of the stream order have no
-    mask of ones, nor positions that only count up.
-    """
-    config = source.config
-    names = config.field_names
-    if config.fields is not None or not ORDERS[config.order].omits_plain_fields:
-        return names
-    if not config.has_plain_fields or _masks_by_data(source):
-        return names
-    return tuple(name for name in names if name not in ("loss_mask", "position_ids"))
 
 
 def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
@@ -291,15 +250,3 @@ def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Inte
     """The number, among all files, of the file of each row."""
     first_file = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
     return first_file[extents.dataset].astype(np.int64) + extents.file
-
-
-def runs_of(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Runs:
-    """Where the tokens of samples are stored."""
-    rows = rows_of(extents)
-    return Runs(
-        file=file_of_rows(files, extents),
-        start=extents.start,
-        size=rows.size,
-        sample=rows.sample,
-        column=rows.column,
-    )

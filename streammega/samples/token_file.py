@@ -63,15 +63,15 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the tokens of samples are: `size` tokens from token `start` of a file are at `column`
-    of a sample; int64 [runs] each.
+    """Where the tokens of samples are: `size` tokens from token `start` of a file are those from token
+    `sample_start` of a sample on; int64 [runs] each.
     """
 
     file: Integers
     start: Integers
     size: Integers
     sample: Integers
-    column: Integers
+    sample_start: Integers
 
 
 def has_modes(files: Sequence[TokenFile]) -> bool:
@@ -101,7 +101,7 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
         of_file = np.flatnonzero(runs.file == number)
         clear_unlearned(
             arrays.offsets, arrays.modes, file.learned, file.dtype.itemsize,
-            runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.column[of_file],
+            runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.sample_start[of_file],
             out,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from streammega import StreamLoader
 from streammega.errors import FormatError
 from streammega.kernels.addresses import address_of, check_rows, copy_arrays, copy_stretches
 from streammega.kernels.plan import count_down
-from streammega.loading.gather import Gatherer
+from streammega.samples.gather import Gatherer
 from streammega.storage.seekable_zstd import Frames
 from tests.support.builders import data_config, write_dataset
 
@@ -148,10 +148,10 @@ def test_a_loader_whose_plan_is_wrong_raises_and_reads_nothing(
     config = data_config([prefix], tmp_path, order=order)
     gather = Gatherer.gather
 
-    def gather_wrongly(self: Gatherer, group: Any) -> Any:
-        column = getattr(group.window, what)
-        column[group.rows.start] = value
-        return gather(self, group)
+    def gather_wrongly(self: Gatherer, rows: Any, first: int, last: int, memory: Any) -> Any:
+        column = getattr(rows, what)
+        column[rows.row_splits[first]] = value
+        return gather(self, rows, first, last, memory)
 
     monkeypatch.setattr(Gatherer, "gather", gather_wrongly)
     with (

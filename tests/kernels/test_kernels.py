@@ -24,8 +24,8 @@ from streammega.kernels.fields import (
 from streammega.kernels.plan import cached_rows, gather_rows
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler, _draw_wide
-from streammega.samples.fetch import coalesce
 from streammega.samples.fields import batch_fields
+from streammega.samples.rows import coalesce
 
 
 def test_files_of_kernels_have_the_digests_of_those_that_they_call() -> None:

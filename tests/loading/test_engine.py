@@ -34,7 +34,6 @@ from streammega import (
 from streammega.config.storage import Tuning
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
-from streammega.loading.gather import Assembler
 from streammega.loading.lookahead import SECONDS_FETCHED, Lookahead
 from streammega.loading.memory_plan import (
     BatchSize,
@@ -44,11 +43,13 @@ from streammega.loading.memory_plan import (
     plan_memory,
 )
 from streammega.loading.planner import MAX_WASTE as COALESCING_WASTE
-from streammega.loading.planner import FileTable, Planner, largest_gap
+from streammega.loading.planner import Planner, largest_gap
 from streammega.loading.read_plan import ReadPlan, plan_reading
+from streammega.loading.ready import Assembler
 from streammega.loading.stats import Stats
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
+from streammega.samples.rows import FileTable
 from streammega.storage.fetch import buffer_pool
 from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
@@ -70,7 +71,7 @@ def table(local: list[bool]) -> FileTable:
         itemsize=np.array([2, 4, 2]),
         num_tokens=np.full(FILES, TOKENS),
         local=np.array(local),
-        names=[f"file {n}" for n in range(FILES)],
+        files=[],
         verified_at=zeros,
         mapped_at=zeros,
         page_bytes=4096,

@@ -17,7 +17,7 @@ import pytest
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError
 from streammega.loading import stats as loader_stats
-from streammega.loading.gather import Gatherer
+from streammega.samples.gather import Gatherer
 from streammega.train.config import load_run
 from streammega.train.devices import ProcessInfo, metrics_port_of
 from tests.support.builders import write_dataset, write_small_run

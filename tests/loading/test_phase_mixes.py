@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, PhaseConfig, StorageConfig, StreamingDataset, StreamLoader
 from streammega.convert import convert
+from streammega.samples.gather import read_samples
 from tests.support.builders import write_dataset
 from tests.support.expected import checked_batch
 
@@ -90,8 +91,8 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     """{sample: its ids} up to `end`, by reading one after the other."""
     found = {}
     for sample in range(end):
-        ids, valid = dataset.samples.segment_at(sample).read(np.array([sample]))
-        found[sample] = ids[0, : valid[0]].tolist()
+        read = read_samples(dataset.samples.segment_at(sample), np.array([sample]))
+        found[sample] = read.ids[0, : read.valid[0]].tolist()
     return found
 
 

@@ -36,8 +36,9 @@ from streammega.parallel.broadcast import rank_device
 from streammega.parallel.fields import documents_of, rank_fields, split_cu_seqlens
 from streammega.parallel.groups import GROUPS
 from streammega.parallel.rank_batches import read_factor
+from streammega.samples.device_fields import device_fields
+from streammega.samples.field_inputs import Samples
 from streammega.samples.fields import Batch, batch_fields
-from streammega.samples.fields_torch import device_fields
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
 from tests.support.expected import checked_batch
@@ -594,10 +595,9 @@ def test_fields_whose_documents_are_counted_never_ask_the_device() -> None:
     for rank in range(2):
         bounds = zigzag_bounds(8, rank, 2)
         counted = documents_of(ids, valid, config, bounds)
-        fields = rank_fields(
-            ids.to("meta"), valid.to("meta"), config, bounds, parts=False, documents=counted
-        )
-        expected = rank_fields(ids, valid, config, bounds, parts=False)
+        there = Samples(ids.to("meta"), valid.to("meta"))
+        fields = rank_fields(there, config, bounds, documents=counted)
+        expected = rank_fields(Samples(ids, valid), config, bounds)
         assert {name: field.shape for name, field in fields.items()} == {
             name: field.shape for name, field in expected.items()
         }

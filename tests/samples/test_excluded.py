@@ -36,6 +36,7 @@ from streammega.dataset.provenance import (
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.fields import FILE_STRIDE
 from streammega.order.state import differing_values
+from streammega.parallel.broadcast import samples_of
 from streammega.parallel.fields import rank_fields
 from streammega.samples import excluded
 from streammega.samples.excluded import (
@@ -273,8 +274,10 @@ def test_columns_that_are_excluded_are_those_of_a_scan(
                 assert (100 if first is None else first) == scan(lists, token)
             filled += size[-1]
     columns = [np.array(values, np.int64) for values in (file, start, size, sample, column)]
-    runs = Runs(**dict(zip(("file", "start", "size", "sample", "column"), columns, strict=True)))
-    found = table.columns(runs, sample_ids)
+    runs = Runs(
+        **dict(zip(("file", "start", "size", "sample", "sample_start"), columns, strict=True))
+    )
+    found = table.mask(runs, sample_ids)
     ids = np.zeros((rows, 200), np.uint16)
     if found is not None:
         found.overwrite(ids, 1)
@@ -314,10 +317,10 @@ def test_skipping_documents_asks_whether_there_is_room(
 
 
 def test_a_run_without_tokens_has_none_that_are_excluded() -> None:
-    within = {"file": 0, "start": 5, "size": 0, "sample": 0, "column": 3}
+    within = {"file": 0, "start": 5, "size": 0, "sample": 0, "sample_start": 3}
     run = Runs(**{name: np.array([value]) for name, value in within.items()})
     excluded_tokens = ExcludedTokens([ExcludedRanges(0, np.array([0]), np.array([10]), {})])
-    assert excluded_tokens.columns(run, np.array([1])) is None
+    assert excluded_tokens.mask(run, np.array([1])) is None
 
 
 # --- what readers hand out ------------------------------------------------------------------------
@@ -539,16 +542,14 @@ def test_ranks_that_are_sent_ids_derive_the_same(corpus: tuple[Path, Documents],
         with StreamLoader(
             config, micro_batch_size=4, global_batch_size=GLOBAL, ids_only=True, **options
         ) as loader:
-            assert loader.has_modes
+            assert [*loader.columns] == ["has_loss"]
             bounds = [(0, LENGTH)]
             if cp > 1:
                 quarter = LENGTH // 4
                 bounds = [(n * quarter, (n + 1) * quarter) for n in (rank, 3 - rank)]
             for first in range(0, 96, 4):
                 raw = loader.take()
-                batch = rank_fields(
-                    raw["ids"], raw["valid"], config, bounds, parts=cp > 1, learned=raw["learned"]
-                )
+                batch = rank_fields(samples_of(raw), config, bounds)
                 for row in range(4):
                     wanted = oracle.sample(first + row)
                     for name, field in wanted.items():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import streammega as sm
 from streammega.errors import ConfigError, FormatError
-from streammega.samples.fields_torch import device_fields
+from streammega.samples.device_fields import device_fields
 from tests.support.builders import write_dataset
 
 EOD = 7

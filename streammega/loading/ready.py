@@ -1,0 +1,79 @@
+"""Gathered micro-batches until they are taken, and what they become then."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from streammega.loading.micro_steps import MicroSteps
+from streammega.samples.field_inputs import Samples, make_fields
+from streammega.samples.host_fields import Allocate, HostFields
+
+Form = Literal["fields", "ids", "samples"]
+"""What batches are: dicts of fields; dicts of ids and columns, from which fields can be made elsewhere; or
+`Samples`, for who makes the fields in another process.
+"""
+Batches = deque[tuple[int, Any]]
+"""The micro-batches to hand out next, as (consumed, batch)."""
+
+
+class ReadyGroup(NamedTuple):
+    """Gathered micro-batches, and the position of each."""
+
+    consumed: list[int]
+    samples: Samples
+
+
+def ids_batch(samples: Samples) -> dict[str, Tensor]:
+    """A micro-batch as ids: {"ids", "valid", *columns, "dataset_id"}."""
+    assert samples.dataset_id is not None
+    return {
+        "ids": samples.ids,
+        "valid": samples.valid,
+        **samples.columns,
+        "dataset_id": samples.dataset_id,
+    }
+
+
+class Assembler:
+    """Makes the micro-batches of ready groups, a few at a time, when the caller takes them.
+
+    Fields that were made earlier would only take memory. No two batches share memory, so the caller
+    may write to them.
+
+    Args:
+        allocate: makes the tensors of fields.
+    """
+
+    def __init__(self, steps: MicroSteps, form: Form, allocate: Allocate) -> None:
+        self._config = steps.config
+        (segment,) = steps.samples.segments
+        self._names = segment.field_names
+        self._is_packed = segment.is_packed
+        self._form = form
+        self._allocate = allocate
+
+    def assemble(self, group: ReadyGroup, first: int, last: int) -> Batches:
+        """Make micro-batches [first, last) of a group.
+
+        Raises FormatError for an id outside of the vocabulary. Raises ConfigError if `fields` of the
+        config leaves out a field that these samples need.
+        """
+        total, batches = len(group.consumed), last - first
+        if self._form == "fields":
+            inputs = HostFields(
+                group.samples.cut(total, first, last),
+                self._config,
+                self._names,
+                self._allocate,
+                batches=batches,
+                packed=self._is_packed,
+            )
+            made: list[Any] = make_fields(inputs, self._names, batches)
+        else:
+            made = [group.samples.cut(total, number, number + 1) for number in range(first, last)]
+        if self._form == "ids":
+            made = [ids_batch(samples) for samples in made]
+        return deque(zip(group.consumed[first:last], made, strict=True))

@@ -1,0 +1,140 @@
+"""What fields are made of, wherever they are made: the table of fields is `config.fields.FIELDS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streammega.config import FieldsConfig
+from streammega.config.fields import FIELDS
+from streammega.errors import ConfigError
+
+Batch = dict[str, Tensor]
+
+
+class Samples(NamedTuple):
+    """Gathered samples: their ids as they are stored, and all else that fields are made of.
+
+    Each sample is a row; or several, its kept parts, see `KeptParts`. Arrays on one device.
+
+    ids: [rows, S + 1], or [rows, S] where the last token has no label. valid: integers [rows], how many
+    ids of each row are not padding. columns: by name, what travels with each id, [rows, S + 1]: see
+    `columns.py`. dataset_id: int64 [samples]. pieces: (row_splits, size) of the sequences that samples
+    consist of, for inter_document_masking, int64: see `sequence_bounds`.
+    """
+
+    ids: Tensor
+    valid: Tensor
+    columns: Mapping[str, Tensor] = {}
+    dataset_id: Tensor | None = None
+    pieces: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    def cut(self, batches: int, first: int, last: int) -> Samples:
+        """Micro-batches [first, last) of so many."""
+
+        def part(array: Tensor) -> Tensor:
+            rows = len(array) // batches
+            return array[first * rows : last * rows]
+
+        pieces = self.pieces
+        if pieces is not None:
+            splits, size = pieces
+            rows = len(self.ids) // batches
+            splits = splits[first * rows : last * rows + 1]
+            pieces = splits - splits[0], size[splits[0] : splits[-1]]
+        return Samples(
+            ids=part(self.ids),
+            valid=part(self.valid),
+            columns={name: part(column) for name, column in self.columns.items()},
+            dataset_id=None if self.dataset_id is None else part(self.dataset_id),
+            pieces=pieces,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it has for each row."""
+        return sum(array.nbytes for array in (self.ids, self.valid, *self.columns.values()))
+
+
+class FieldInputs(ABC):
+    """What fields are made of, on the host or on a device. Fields are made by the attributes of the
+    same names, [rows, S] where nothing else is said.
+
+    starts: the token of its sample at which each row begins, for the rows of one sample in their order.
+    """
+
+    def __init__(
+        self, samples: Samples, config: FieldsConfig, starts: Sequence[int] = (0,)
+    ) -> None:
+        self.samples = samples
+        self.config = config
+        self.starts = starts
+
+    @property
+    @abstractmethod
+    def tokens(self) -> Tensor:
+        """Ids, 0 in place of padding; int64."""
+
+    @property
+    @abstractmethod
+    def labels(self) -> Tensor:
+        """The id after each token, 0 in place of padding; int64."""
+
+    @property
+    @abstractmethod
+    def loss_mask(self) -> Tensor:
+        """0 where there is no loss: the label is padding or has none; with eod_mask_loss after eod_id."""
+
+    @property
+    @abstractmethod
+    def position_ids(self) -> Tensor:
+        """Counted from the sample's first token, or from that of each document; int64."""
+
+    @property
+    @abstractmethod
+    def cu_seqlens(self) -> Tensor | Sequence[Tensor] | None:
+        """Bounds of documents, int32 [rows, most documents + 1], of each micro-batch; None: there are
+        none.
+        """
+
+    @property
+    @abstractmethod
+    def max_seqlen(self) -> Tensor | None:
+        """Tokens of the longest sequence of each sample, int32 [rows]; None: sequences are unknown."""
+
+    @property
+    @abstractmethod
+    def attention_mask(self) -> Tensor:
+        """bool [rows, 1, S, S], True where attention is forbidden."""
+
+    @property
+    def dataset_id(self) -> Tensor | None:
+        """The number of each sample's dataset, int64 [samples]; None: unknown."""
+        return self.samples.dataset_id
+
+
+def make_fields(inputs: FieldInputs, names: Collection[str], batches: int = 1) -> list[Batch]:
+    """The fields of these names, of so many micro-batches of equal size, in the order of the table."""
+    made: dict[str, Sequence[Tensor]] = {}
+    for name, field in FIELDS.items():
+        value = field.make(inputs) if name in names else None
+        if isinstance(value, Tensor):
+            made[name] = [value] if batches == 1 else value.chunk(batches)
+        elif value is not None:
+            made[name] = value
+    of_batches = zip(*made.values(), strict=True)
+    return [dict(zip(made, fields, strict=True)) for fields in of_batches]
+
+
+def check_mask_is_there(names: Collection[str]) -> None:
+    """Raise ConfigError for batches without a loss_mask where some labels have no loss."""
+    if "labels" in names and "loss_mask" not in names:
+        raise ConfigError(
+            "some labels have no loss (padding, eod_mask_loss, modes, or documents that are excluded), "
+            "but batches have no loss_mask, which says where: add 'loss_mask' to fields"
+        )
