@@ -24,7 +24,7 @@ from streammega.order.state import make_state
 from streammega.samples.field_inputs import Batch
 from streammega.samples.gather import read_fields
 from streammega.samples.segments import prefixes_of
-from streammega.samples.source import SampleSource, first_datasets
+from streammega.samples.source import SampleSource
 from streammega.samples.token_file import tokenizer_origin
 
 log = get_logger(__name__)
@@ -141,7 +141,7 @@ class MicroSteps:
         """
         sample_ids = self.sample_ids(consumed)
         extents = self.samples.locate(sample_ids.reshape(-1))
-        return first_datasets(extents).reshape(sample_ids.shape)
+        return extents.dataset_of_sample.reshape(sample_ids.shape)
 
     def batch(self, consumed: int) -> Batch:
         """Read this rank's micro-batch in the micro-step at `consumed`, which alone determines it."""
@@ -163,7 +163,7 @@ class MicroSteps:
             row, rows = error.sample
             sample_ids = self.sample_ids(consumed)
             sample = sample_ids[row * len(sample_ids) // rows]
-            number = int(first_datasets(self.samples.locate(sample[None]))[0])
+            number = int(self.samples.locate(sample[None]).dataset_of_sample[0])
             config = self.samples.config
             origin = tokenizer_origin(prefixes_of(config, self.split)[number], config)
             # on Python 3.13 its traceback leads to the frame of contextlib that holds it: a cycle, which

@@ -231,7 +231,7 @@ class Planner:
         this window and in later ones. The engine frees the buffer after as many rows are gathered.
         """
         files = self.files
-        dataset = extents.dataset[extents.row_splits[:-1]].astype(np.int64)
+        dataset = extents.dataset_of_sample
         extents = self.kept.cut(extents)
         file = files.files_of(extents)
         in_sample = rows_of(extents)

@@ -28,6 +28,13 @@ class Extents:
     def __len__(self) -> int:
         return len(self.row_splits) - 1
 
+    @property
+    def dataset_of_sample(self) -> NDArray[np.int64]:
+        """The dataset of each sample, int64 [samples], which is the same in all its rows; any for a sample
+        of a damaged index that has no row.
+        """
+        return np.append(self.dataset, 0)[self.row_splits[:-1]].astype(np.int64)
+
 
 def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     """Parts of samples, as samples of their own: for each sample and each of `bounds` its tokens

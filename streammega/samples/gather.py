@@ -175,7 +175,7 @@ def read_samples(source: SegmentSource, sample_ids: Integers) -> Samples:
         file=file,
         start=extents.start,
         sample_start=in_sample.sample_start,
-        dataset=extents.dataset[extents.row_splits[:-1]].astype(np.int64),
+        dataset=extents.dataset_of_sample,
     )
     return Gatherer(source, table).gather(rows, 0, len(sample_ids), Memory(addresses, room, zero))
 

@@ -241,11 +241,6 @@ def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
     return [file for of_dataset in files for file in of_dataset]
 
 
-def first_datasets(extents: Extents) -> Integers:
-    """The "dataset_id" of each sample, int64 [samples], which is the same in all its rows."""
-    return extents.dataset[extents.row_splits[:-1]].astype(np.int64)
-
-
 def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Integers:
     """The number, among all files, of the file of each row."""
     first_file = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])

@@ -42,7 +42,6 @@ from streammega.parallel.rank_batches import read_factor
 from streammega.samples.fields import Batch
 from streammega.samples.pinned import read_blend
 from streammega.samples.segments import source_names
-from streammega.samples.source import first_datasets
 from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
@@ -401,7 +400,7 @@ class Trainer:
         sources = None
         if self.model.counts_losses and len(self.sources) > 1:
             samples = self.loader.dataset.samples
-            sources = first_datasets(samples.locate(sample_ids))
+            sources = samples.locate(sample_ids).dataset_of_sample
         totals = add_over_ranks(
             self.stop_requests.first_signal,
             self.checkpoints.has_failed,
