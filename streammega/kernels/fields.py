@@ -104,11 +104,11 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:
 
 
 @kernel
-def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):
-    """Write 0 to `out` for tokens of one file whose sequences are not learned.
+def clear_by_mode(offsets, modes, has_loss, itemsize, start, size, sample, sample_start, out):
+    """Write 0 to `out` for tokens of one file whose sequences have no loss.
 
-    offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - MIN_MODE.
-    Row r is tokens [start[r], start[r] + size[r]) of the file, and begins at column[r] of
+    offsets (bytes, rising), modes [sequences]; has_loss [256]: of mode m at m - MIN_MODE.
+    Row r is tokens [start[r], start[r] + size[r]) of the file, and begins at sample_start[r] of
     out[sample[r]]; columns outside of `out` are ignored. Cost: a binary search for each row,
     then one step for each sequence in it.
     """
@@ -116,15 +116,15 @@ def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, colu
     for r in range(len(start)):
         token = start[r]
         end = start[r] + size[r]
-        column_of_token_0 = column[r] - start[r]
+        start_of_file = sample_start[r] - start[r]
         sequence = max(np.searchsorted(offsets, token * itemsize, "right") - 1, 0)
         while token < end:
             stop = end
             if sequence + 1 < len(offsets):
                 stop = min(end, offsets[sequence + 1] // itemsize)
-            if not learned[modes[sequence] - MIN_MODE]:
-                first_column = max(column_of_token_0 + token, 0)
-                for c in range(first_column, min(column_of_token_0 + stop, width)):
+            if not has_loss[modes[sequence] - MIN_MODE]:
+                first_column = max(start_of_file + token, 0)
+                for c in range(first_column, min(start_of_file + stop, width)):
                     out[sample[r], c] = 0
             token = max(token, stop)
             sequence += 1
@@ -234,45 +234,45 @@ room for half a million files: `samples/excluded.py` asks both.
 
 
 @kernel
-def find_excluded(starts, stops, since, file, start, size, column, row, sample, columns):
+def find_excluded(starts, stops, since, file, start, size, sample_start, row, sample, ranges):
     """Columns of samples that hold tokens of excluded stretches; returns how many stretches of them
     there are.
 
     starts, stops (rising, disjoint), since [stretches]: tokens [starts[n], stops[n]) of all files,
     FILE_STRIDE apart, are excluded in samples since[n] and later. Run r, of each a value: tokens
-    [start, start + size) of a file go to column `column` and on of a row; the row is the sample of
-    that number. Fills columns int64 [3, room]: the row, its first column, and the one behind the last,
+    [start, start + size) of a file are those from sample_start on of a row; the row is the sample of
+    that number. Fills ranges int64 [3, room]: the row, its first column, and the one behind the last,
     as far as there is room. Cost: a binary search for each run, then one step for each stretch in
     it.
     """
-    room = columns.shape[1]
+    room = ranges.shape[1]
     count = 0
     for r in range(len(file)):
         if not size[r]:
             continue  # an empty run may be within a stretch, and takes nothing of it into the sample
         begin = file[r] * FILE_STRIDE + start[r]
         end = begin + size[r]
-        first_column = column[r] - begin
+        first_column = sample_start[r] - begin
         n = np.searchsorted(stops, begin, "right")
         while n < len(starts) and starts[n] < end:
             if since[n] <= sample[r]:
                 if count < room:
-                    columns[0, count] = row[r]
-                    columns[1, count] = first_column + max(starts[n], begin)
-                    columns[2, count] = first_column + min(stops[n], end)
+                    ranges[0, count] = row[r]
+                    ranges[1, count] = first_column + max(starts[n], begin)
+                    ranges[2, count] = first_column + min(stops[n], end)
                 count += 1
             n += 1
     return count
 
 
 @kernel
-def fill_columns(columns, before, behind, value, out) -> None:
+def fill_ranges(ranges, before, behind, value, out) -> None:
     """Write `value` to out [rows, width] in columns [low - before, high + behind) of each row that
     `find_excluded` has filled in; columns outside of `out` are ignored.
     """
     width = out.shape[1]
-    for k in range(columns.shape[1]):
-        low = max(columns[1, k] - before, 0)
-        high = min(columns[2, k] + behind, width)
+    for k in range(ranges.shape[1]):
+        low = max(ranges[1, k] - before, 0)
+        high = min(ranges[2, k] + behind, width)
         for c in range(low, high):
-            out[columns[0, k], c] = value
+            out[ranges[0, k], c] = value

@@ -7,7 +7,7 @@ int64 [rows] where nothing else is said:
     start, stop      its bytes in the file
     slot, offset     its bytes begin `offset` bytes after the address of `slot`
     size             its tokens
-    column           the token of its sample that it begins at
+    sample_start     the token of its sample that it begins at
     splits [samples + 1]      the rows of sample i are splits[i] .. splits[i + 1]
     addresses, uses [slots]   where the bytes of a slot are in memory; rows it has still to serve
     dtype_of_file [files]     the number of each file's dtype
@@ -71,7 +71,7 @@ def gather_rows(
     offset,
     size,
     file,
-    column,
+    sample_start,
     splits,
     out,
     valid,
@@ -86,7 +86,7 @@ def gather_rows(
         valid[i] = 0
         for r in range(splits[i], splits[i + 1]):
             tokens = size[r]
-            first = column[r]
+            first = sample_start[r]
             valid[i] += tokens
             if first < 0 or tokens < 0 or first + tokens > width:
                 return False

@@ -62,9 +62,9 @@ class EpochLayout(NamedTuple):
     datasets: Records
     parts: Records
 
-    def of_dataset(self, column: int) -> EpochLayout:
+    def of_dataset(self, place: int) -> EpochLayout:
         """The layout of one of its datasets alone."""
-        dataset = self.datasets[column : column + 1].copy()
+        dataset = self.datasets[place : place + 1].copy()
         first, end = int(dataset["first_part"][0]), int(dataset["end_part"][0])
         dataset["first_part"] = 0
         dataset["end_part"] = end - first
@@ -79,22 +79,22 @@ class EpochLayout(NamedTuple):
             np.concatenate((self.datasets, datasets)), np.concatenate((self.parts, other.parts))
         )
 
-    def epochs_of_draws(self, draws: Integers, column: int) -> Integers:
+    def epochs_of_draws(self, draws: Integers, place: int) -> Integers:
         """The epoch of each lane's draw from a dataset; epochs and draws count from 0, without a
         remainder. draws: one of each lane. int64 [lanes].
         """
-        lanes = int(self.datasets["lanes"][column])
-        group = int(self.datasets["group"][column])
-        size = int(self.datasets["size"][column])
+        lanes = int(self.datasets["lanes"][place])
+        group = int(self.datasets["group"][place])
+        size = int(self.datasets["size"][place])
         lane = np.arange(lanes)
         # As in the kernels: the first lanes have the longer runs.
         run_length = size if group > 1 else size // lanes + (lane < size % lanes)
         epochs: Integers = (draws * group + lane % group) // run_length
         return epochs
 
-    def epochs_begun(self, draws: Integers, column: int) -> int:
+    def epochs_begun(self, draws: Integers, place: int) -> int:
         """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
-        epochs = self.epochs_of_draws(draws - 1, column)
+        epochs = self.epochs_of_draws(draws - 1, place)
         return int(np.where(draws > 0, epochs, -1).max()) + 1
 
 

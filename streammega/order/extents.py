@@ -49,15 +49,15 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     tokens_before = np.cumsum(sizes) - sizes
     first_row_of_sample = extents.row_splits[:-1]
     first_row = first_row_of_sample[sample_of_row]
-    column = tokens_before - tokens_before[first_row]  # where in its sample a row begins
+    sample_start = tokens_before - tokens_before[first_row]  # where in its sample a row begins
     # for one bound after the other; sorted by part at the end
     rows = []
     parts = []
     starts = []
     stops = []
     for number, (low, high) in enumerate(bounds):
-        begin = np.maximum(low - column, 0)
-        end = np.minimum(high - column, sizes)
+        begin = np.maximum(low - sample_start, 0)
+        end = np.minimum(high - sample_start, sizes)
         taken = np.flatnonzero(end > begin)
         row_start = extents.start[taken]
         rows.append(taken)

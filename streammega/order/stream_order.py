@@ -79,23 +79,23 @@ class BlendTree(NamedTuple):
 class DatasetProgress(NamedTuple):
     """How far earlier phases have drawn a dataset.
 
-    order, column: of the last phase that has it. draws: of each lane since it has these samples and
+    order, place: of the last phase that has it. draws: of each lane since it has these samples and
     lanes; those of its remainder come first.
     """
 
     order: StreamOrder
-    column: int
+    place: int
     draws: Integers
 
     @property
     def remainder(self) -> EpochRemainder | None:
         """What was unread when it got these samples and lanes."""
-        return self.order.remainders[self.column]
+        return self.order.remainders[self.place]
 
     @property
     def first_epoch(self) -> int:
         """The number in keys of the epoch that its draws began with."""
-        return int(self.order.first_epochs[self.column])
+        return int(self.order.first_epochs[self.place])
 
     @property
     def next_epoch(self) -> int:
@@ -103,17 +103,17 @@ class DatasetProgress(NamedTuple):
         draws = self.draws
         if self.remainder is not None:
             draws = np.maximum(draws - self.remainder.lane_counts, 0)
-        return self.first_epoch + self.order.layout.epochs_begun(draws, self.column)
+        return self.first_epoch + self.order.layout.epochs_begun(draws, self.place)
 
     def unread(self, length: int, lanes: int) -> EpochRemainder | None:
         """The unread part of its epochs, in samples of `length` and so many lanes."""
-        layout = self.order.layout.of_dataset(self.column)
+        layout = self.order.layout.of_dataset(self.place)
         return remainder_of(layout, self.remainder, self.draws, length=length, lanes=lanes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder:
-    """The order of one phase of a stream over datasets. `column`: a dataset's place among them.
+    """The order of one phase of a stream over datasets. `place`: that of a dataset among them.
 
     Args:
         weights: relative.
@@ -141,15 +141,15 @@ class StreamOrder:
         Takes any ids from `first_sample` on. Cost of a sample: O(log datasets).
         """
         count = len(sample_ids)
-        column = np.empty(count, np.int32)
+        place = np.empty(count, np.int32)
         file = np.empty(count, np.int32)
         start = np.empty(count, np.int64)
         stop = np.empty(count, np.int64)
         samples = self.within_phase(sample_ids)
-        locate(samples, self.tree, *self.layout, self.extra, column, file, start, stop)
-        dataset = column
+        locate(samples, self.tree, *self.layout, self.extra, place, file, start, stop)
+        dataset = place
         if self.numbers is not None:
-            dataset = self.dataset_numbers[column].astype(np.int32)
+            dataset = self.dataset_numbers[place].astype(np.int32)
         # A negative file is the remainder, and its `start` is a negative draw: see `_of_remainder`.
         if not self.has_remainders or (file >= 0).all():  # as soon as all lanes are past them
             return _one_run_each(dataset, file, start, stop)
@@ -163,16 +163,16 @@ class StreamOrder:
                 ),
             )
         ]
-        for place in np.unique(column[of_remainders]).tolist():
-            chosen = of_remainders[column[of_remainders] == place]
-            parts.append((chosen, self._of_remainder(place, samples[chosen], start[chosen])))
+        for number in np.unique(place[of_remainders]).tolist():
+            chosen = of_remainders[place[of_remainders] == number]
+            parts.append((chosen, self._of_remainder(number, samples[chosen], start[chosen])))
         return merge_extents(parts)
 
-    def _of_remainder(self, column: int, samples: Integers, before_own: Integers) -> Extents:
+    def _of_remainder(self, place: int, samples: Integers, before_own: Integers) -> Extents:
         """Where samples of a dataset's remainder are stored. before_own: how many draws each is
         before the first draw of its lane from whole epochs; negative.
         """
-        remainder = self.remainders[column]
+        remainder = self.remainders[place]
         assert remainder is not None
         lane = samples % self.lanes
         draw = before_own + remainder.lane_counts[lane]
@@ -180,7 +180,7 @@ class StreamOrder:
         splits = np.searchsorted(runs["item"], np.arange(len(samples) + 1))
         return Extents(
             row_splits=splits.astype(np.int64),
-            dataset=np.full(len(runs), self.dataset_numbers[column], np.int32),
+            dataset=np.full(len(runs), self.dataset_numbers[place], np.int32),
             file=runs["file"].astype(np.int32),
             start=runs["start"],
             stop=runs["stop"],
@@ -249,9 +249,9 @@ class StreamOrder:
     def tree(self) -> BlendTree:
         """Which dataset each lane draws from, as the kernels take it."""
         drawn = self._draws_before
-        for column, remainder in enumerate(self.remainders):
+        for place, remainder in enumerate(self.remainders):
             if remainder is not None:
-                drawn[:, column] -= remainder.lane_counts
+                drawn[:, place] -= remainder.lane_counts
         return BlendTree(
             key=self.key,
             lanes=self.lanes,
@@ -297,8 +297,8 @@ class StreamOrder:
         last = self.earlier[-1]
         draws = last.counts(self.first_sample - last.first_sample)
         progress = dict(last.progress)
-        for column, number in enumerate(last.dataset_numbers.tolist()):
-            progress[number] = DatasetProgress(last, column, draws[:, column])
+        for place, number in enumerate(last.dataset_numbers.tolist()):
+            progress[number] = DatasetProgress(last, place, draws[:, place])
         return progress
 
     def _continues(self, number: int) -> bool:
@@ -331,11 +331,11 @@ class StreamOrder:
                 remainders.append(before.unread(self.sequence_length, self.lanes))
         return remainders
 
-    def carried_over(self, column: int) -> EpochRemainder | None:
+    def carried_over(self, place: int) -> EpochRemainder | None:
         """The remainder of a dataset that begins in this phase; None for others."""
-        if self._continues(int(self.dataset_numbers[column])):
+        if self._continues(int(self.dataset_numbers[place])):
             return None
-        return self.remainders[column]
+        return self.remainders[place]
 
     @cached_property
     def first_epochs(self) -> Integers:
@@ -343,11 +343,11 @@ class StreamOrder:
         Earlier epochs have smaller numbers.
         """
         first = np.zeros(len(self.dataset_numbers), np.int64)
-        for column, number in enumerate(self.dataset_numbers.tolist()):
+        for place, number in enumerate(self.dataset_numbers.tolist()):
             before = self.progress.get(number)
             if before is not None:
                 continues = self._continues(number)
-                first[column] = before.first_epoch if continues else before.next_epoch
+                first[place] = before.first_epoch if continues else before.next_epoch
         return first
 
     @property
@@ -356,9 +356,9 @@ class StreamOrder:
         datasets].
         """
         draws = np.zeros((self.lanes, len(self.dataset_numbers)), np.int64)
-        for column, number in enumerate(self.dataset_numbers.tolist()):
+        for place, number in enumerate(self.dataset_numbers.tolist()):
             if self._continues(number):
-                draws[:, column] = self.progress[number].draws
+                draws[:, place] = self.progress[number].draws
         return draws
 
 
@@ -417,21 +417,21 @@ def usage_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> Records:
     """
     usage = np.zeros(len(order.datasets), USAGE)
     remainder_draws = np.zeros((order.lanes, len(order.datasets)), np.int64)
-    for column, remainder in enumerate(order.remainders):
+    for place, remainder in enumerate(order.remainders):
         if remainder is not None:
-            remainder_draws[:, column] = remainder.lane_counts
+            remainder_draws[:, place] = remainder.lane_counts
     for start, stop in spans:
         before = order.counts(start - order.first_sample)
         after = order.counts(stop - order.first_sample)
         usage["samples"] += (after - before).sum(axis=0)
         cut_anew = np.minimum(after, remainder_draws) - np.minimum(before, remainder_draws)
         usage["from_remainder"] += cut_anew.sum(axis=0)
-    for column in range(len(order.datasets)):
-        carried_over = order.carried_over(column)
+    for place in range(len(order.datasets)):
+        carried_over = order.carried_over(place)
         if carried_over is not None:
             cut_tokens = carried_over.samples * carried_over.length
-            usage["carried_tokens"][column] = carried_over.tokens
-            usage["unused_tokens"][column] = carried_over.tokens - cut_tokens
+            usage["carried_tokens"][place] = carried_over.tokens
+            usage["unused_tokens"][place] = carried_over.tokens - cut_tokens
     return usage
 
 

@@ -44,7 +44,7 @@ class Column(NamedTuple):
 def _has_loss(rows: GatheredRows, out: NDArray[Any]) -> None:
     clear_by_modes(rows.files, rows.runs, out)
     if rows.excluded is not None:
-        rows.excluded.clear_loss(out)
+        rows.excluded.clear(out)
 
 
 COLUMNS: dict[str, Column] = {

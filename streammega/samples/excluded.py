@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig, ExcludedList, StorageConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.errors import ConfigError
-from streammega.kernels.fields import FILE_STRIDE, fill_columns, find_excluded
+from streammega.kernels.fields import FILE_STRIDE, fill_ranges, find_excluded
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage.object_ops import read_if_exists
@@ -44,13 +44,13 @@ class ExclusionMask:
 
     def overwrite(self, ids: NDArray[Any], eod_id: int) -> None:
         """Write eod_id for those tokens of ids [rows, width]."""
-        fill_columns(self.ranges, 0, 0, eod_id, ids)
+        fill_ranges(self.ranges, 0, 0, eod_id, ids)
 
-    def clear_loss(self, has_loss: NDArray[Any]) -> None:
-        """Write False to has_loss [rows, S + 1] for ids of such documents and for the id after them,
+    def clear(self, values: NDArray[Any]) -> None:
+        """Write False to values [rows, S + 1] for ids of such documents and for the id after them,
         whose label would follow on them.
         """
-        fill_columns(self.ranges, 0, 1, False, has_loss)
+        fill_ranges(self.ranges, 0, 1, False, values)
 
 
 class ExcludedRanges(NamedTuple):

@@ -16,7 +16,7 @@ from streammega.config import DataConfig
 from streammega.dataset.labels import TokenizerLabel, mixed_tokenizers
 from streammega.dataset.opening import open_manifests
 from streammega.errors import ConfigError, StreammegaError
-from streammega.kernels.fields import clear_unlearned
+from streammega.kernels.fields import clear_by_mode
 from streammega.samples.file_index import FileIndex, FileIndexArrays
 from streammega.storage import Store
 from streammega.storage.http_errors import truncated
@@ -99,7 +99,7 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
             continue
         # one file at a time: each has arrays of its own
         of_file = np.flatnonzero(runs.file == number)
-        clear_unlearned(
+        clear_by_mode(
             arrays.offsets, arrays.modes, file.learned, file.dtype.itemsize,
             runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.sample_start[of_file],
             out,

@@ -17,7 +17,7 @@ from streammega import DataConfig, kernels
 from streammega.kernels.documents import find_overlaps
 from streammega.kernels.fields import (
     MIN_MODE,
-    clear_unlearned,
+    clear_by_mode,
     document_bounds,
     sequence_bounds,
 )
@@ -280,7 +280,7 @@ def test_tokens_are_cleared_if_their_sequence_is_not_learned(
     column = data.draw(st.integers(-3, width))
     out = np.ones((2, width), np.int64)
     row = [np.array([value]) for value in (start, size, 1, column)]
-    clear_unlearned(offsets, modes, learned, itemsize, *row, out)
+    clear_by_mode(offsets, modes, learned, itemsize, *row, out)
     expected = [1] * width
     for token in range(start, start + size):
         if 0 <= (at := column + token - start) < width:
