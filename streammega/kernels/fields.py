@@ -32,6 +32,25 @@ def widen_ids(ids, tokens, labels) -> None:
 
 
 @kernel
+def fill_ones(mask) -> None:
+    """Write 1 everywhere in a mask, float32 [samples, S]."""
+    for r in range(len(mask)):
+        row = mask[r]
+        for c in range(len(row)):
+            row[c] = np.float32(1.0)
+
+
+@kernel
+def count_up(starts, positions) -> None:
+    """positions int64 [rows, S]: counted from the starts, int64 [parts], of the rows in turn."""
+    for r in range(len(positions)):
+        row = positions[r]
+        first = starts[r % len(starts)]
+        for c in range(len(row)):
+            row[c] = first + c
+
+
+@kernel
 def fill_tails(ids, valid, pad) -> None:
     """Write `pad` after the valid[r] ids of each row of ids [samples, width]."""
     samples, width = ids.shape

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.field_inputs import Samples, make_fields
+from streammega.samples.field_inputs import Batch, Samples, make_fields
 from streammega.samples.host_fields import Allocate, HostFields
 
 Form = Literal["fields", "ids", "samples"]
@@ -26,15 +24,17 @@ class ReadyGroup(NamedTuple):
     samples: Samples
 
 
-def ids_batch(samples: Samples) -> dict[str, Tensor]:
-    """A micro-batch as ids: {"ids", "valid", *columns, "dataset_id"}."""
+def ids_batches(samples: Samples, batches: int) -> list[Batch]:
+    """So many micro-batches as ids: {"ids", "valid", *columns, "dataset_id"}."""
     assert samples.dataset_id is not None
-    return {
+    arrays = {
         "ids": samples.ids,
         "valid": samples.valid,
         **samples.columns,
         "dataset_id": samples.dataset_id,
     }
+    parts = zip(*(array.chunk(batches) for array in arrays.values()), strict=True)
+    return [dict(zip(arrays, part, strict=True)) for part in parts]
 
 
 class Assembler:
@@ -62,7 +62,12 @@ class Assembler:
         config leaves out a field that these samples need.
         """
         total, batches = len(group.consumed), last - first
-        if self._form == "fields":
+        made: list[Any]
+        if self._form == "samples":
+            made = [group.samples.cut(total, number, number + 1) for number in range(first, last)]
+        elif self._form == "ids":
+            made = ids_batches(group.samples.cut(total, first, last), batches)
+        else:
             inputs = HostFields(
                 group.samples.cut(total, first, last),
                 self._config,
@@ -71,9 +76,5 @@ class Assembler:
                 batches=batches,
                 packed=self._is_packed,
             )
-            made: list[Any] = make_fields(inputs, self._names, batches)
-        else:
-            made = [group.samples.cut(total, number, number + 1) for number in range(first, last)]
-        if self._form == "ids":
-            made = [ids_batch(samples) for samples in made]
+            made = make_fields(inputs, self._names, batches)
         return deque(zip(group.consumed[first:last], made, strict=True))

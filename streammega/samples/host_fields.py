@@ -17,7 +17,9 @@ from streammega.config import FieldsConfig
 from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.fields import (
+    count_up,
     document_bounds,
+    fill_ones,
     fill_tails,
     forbid,
     make_mask,
@@ -134,7 +136,7 @@ class HostFields(FieldInputs):
         if self.has_padding or config.eod_mask_loss:
             make_mask(*self._raw, self._pad, self._eod, config.eod_mask_loss, mask.numpy())
         else:
-            mask.numpy().fill(1)
+            fill_ones(mask.numpy())
         has_loss = self.samples.columns.get("has_loss")
         if has_loss is not None:
             width = self._ids.shape[1]
@@ -150,9 +152,7 @@ class HostFields(FieldInputs):
         if self.config.reset_position_ids:
             make_positions(self._raw[0], self._eod, positions.numpy())
         else:
-            rows = positions.numpy()
-            for part, first in enumerate(self.starts):
-                rows[part :: len(self.starts)] = np.arange(first, first + self._length)
+            count_up(np.array(self.starts, np.int64), positions.numpy())
         return positions
 
     @cached_property
