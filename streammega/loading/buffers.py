@@ -172,14 +172,15 @@ def batch_memory(kept_bytes: int, pinned: bool | None = None) -> Allocate:
 
 
 def recycled_memory() -> Allocate:
-    """The function that allocates, in this thread, tensors of batches from worker processes.
+    """The function that allocates, in this thread, tensors of batches in worker processes and from them.
 
-    With an accelerator it allocates new memory each time: torch's DataLoader pins it, or makes
-    copies that cannot be tracked.
+    Outside of workers, with an accelerator it allocates new memory each time: torch's DataLoader pins
+    it, or makes copies that cannot be tracked.
     """
     known: Allocate | None = getattr(_thread_memory, "memory", None)
     if known is None:
-        alone = not torch.accelerator.is_available()
+        in_worker = torch.utils.data.get_worker_info() is not None
+        alone = in_worker or not torch.accelerator.is_available()
         known = RecycledMemory(RECEIVED_BYTES).take if alone else new_memory
         _thread_memory.memory = known
     return known

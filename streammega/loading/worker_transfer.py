@@ -21,7 +21,7 @@ from streammega.kernels.fields import is_widened
 from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.field_inputs import Samples, make_fields
-from streammega.samples.host_fields import Allocate, HostFields, new_memory
+from streammega.samples.host_fields import HostFields
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class FieldsOfPhase:
         packed = segment.is_packed or not config.add_extra_token
         return cls(FieldsConfig(**wanted | {"fields": None}), segment.field_names, packed)
 
-    def inputs(self, samples: Samples, allocate: Allocate = new_memory) -> HostFields:
+    def inputs(self, samples: Samples) -> HostFields:
         """What the fields are made of. Raises FormatError for an id outside of the vocabulary."""
-        return HostFields(samples, self.config, self.names, allocate, packed=self.packed)
+        memory = recycled_memory()
+        return HostFields(samples, self.config, self.names, memory, packed=self.packed)
 
 
 class WorkerBatch(dict[str, Any]):
@@ -117,7 +118,7 @@ def _receive(
         dataset_id=None if dataset_id is None else torch.from_numpy(dataset_id),
         pieces=pieces,
     )
-    (made,) = make_fields(how.inputs(samples, recycled_memory()), follow)
+    (made,) = make_fields(how.inputs(samples), follow)
     return {name: others[name] if name in others else made[name] for name in names}
 
 
