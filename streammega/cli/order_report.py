@@ -185,7 +185,7 @@ def measure_phases(
 
     A rank gets every `dp_size`-th sample. Raises ConfigError for sizes below 1.
     """
-    from streammega.samples.segments import source_names
+    from streammega.samples.segments import short_names
 
     _check_sizes(ranks=dp_size, steps=steps)
     starts = [segment.first_sample for segment in source.segments]
@@ -200,7 +200,7 @@ def measure_phases(
         ids = np.arange(start, min(stop, start + steps * batch))
         phase = number if len(starts) > 1 else None
         segment = source.segments[number]
-        names = source_names(source.config, segment.split)
+        names = short_names(source.prefixes)
         measured.append(_measure(segment, names, ids, batch, dp_size, phase, progress))
     return measured
 

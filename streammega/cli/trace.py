@@ -493,12 +493,12 @@ def _shares(traced: Sequence[Any]) -> Report:
 
 def phases_report(run: TracedRunFile, last_step: int) -> Report:
     """What each phase takes from its datasets, up to a step."""
-    from streammega.samples.segments import source_names
+    from streammega.samples.segments import short_names
     from streammega.samples.shuffling import mixing_of
     from streammega.samples.usage import sample_usage
 
     source = run.provenance.source
-    names = source_names(source.config, run.split)
+    names = short_names(source.prefixes)
     end = run.end_of(last_step)
     available = source.num_samples
     if available is not None:

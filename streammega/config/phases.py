@@ -146,7 +146,8 @@ class Segment(NamedTuple):
 
     datasets: prefixes; none: the split has nothing. weights: None: in proportion to samples.
     global_batch_size: None: that of the run, with its ramp-up. lanes: None: as many as the first
-    global batch size chooses.
+    global batch size chooses. numbers: of its datasets over all segments, as `split_data` counts
+    them.
     """
 
     first_sample: int
@@ -155,13 +156,7 @@ class Segment(NamedTuple):
     sequence_length: int
     global_batch_size: int | None = None
     lanes: int | None = None
-
-    @property
-    def blend(self) -> Blend:
-        """Its datasets and weights, as a config has them."""
-        if self.weights is None:
-            return list(self.datasets)
-        return list(zip(self.datasets, self.weights, strict=True))
+    numbers: Sequence[int] = ()
 
     def followed_by(self, phase: PhaseConfig) -> Segment:
         """The segment of a phase after this one."""

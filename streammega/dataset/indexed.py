@@ -148,7 +148,7 @@ class IndexedDataset(Sequence["Item"]):
             storage = storage.tuned(cache_chunk_bytes=chunk_bytes)
             if storage.cache_dir is None:
                 storage = storage.changed(cache_dir=folder)
-        self._name = name
+        self.name = name
         self.prefix = strip_suffix(name)
         self.storage = storage
         self._with_modes = multimodal
@@ -263,7 +263,7 @@ class IndexedDataset(Sequence["Item"]):
         """The modes of sequences that are learned, by the manifest; None where it has none, or there
         is no manifest.
         """
-        return None if self.sequence_modes is None else self._manifest.learned_modes(self._name)
+        return None if self.sequence_modes is None else self._manifest.learned_modes(self.name)
 
     @property
     def bin_tokens(self) -> int | None:

@@ -27,7 +27,7 @@ from streammega.integrations.frameworks import check_phases, class_on_demand, im
 from streammega.loading import StreamLoader
 from streammega.loading.ranks import data_parallel
 from streammega.samples.fields import Batch
-from streammega.samples.segments import split_blend
+from streammega.samples.segments import has_data
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names that Lightning is published under; their classes know nothing of each other."""
@@ -203,7 +203,7 @@ class StreamDataHooks:
             )
 
     def _open_evaluation(self, split: str) -> Any:
-        if split_blend(self._config, split) is None:
+        if not has_data(self._config, split):
             return []
         dp_rank, dp_size = self._rank_and_size()
         return StreamLoader(

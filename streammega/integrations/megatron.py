@@ -31,7 +31,7 @@ from streammega.order.stream_order import default_lanes
 from streammega.samples.fields import Batch
 from streammega.samples.gather import read_fields
 from streammega.samples.open import open_source
-from streammega.samples.segments import split_blend
+from streammega.samples.segments import has_data
 from streammega.samples.source import SampleSource
 
 BATCH_FIELDS = (
@@ -292,7 +292,7 @@ def datasets_of(
 
     def batches(split: str) -> MegatronBatches | None:
         """The batches of a split, if samples of it are asked; else None."""
-        if split_blend(config, split) is None or not num_samples[SPLITS.index(split)]:
+        if not has_data(config, split) or not num_samples[SPLITS.index(split)]:
             return None
         sizes = _batch_sizes(args, split)
         return MegatronBatches(
@@ -339,7 +339,7 @@ def _check(args: Any) -> None:
 
 def _validation_sets(args: Any, config: DataConfig, blends: Blends) -> list[DataConfig]:
     """What is gone through whole, each dataset by itself where there are several sets."""
-    if split_blend(config, "valid") is None:
+    if not has_data(config, "valid"):
         return []
     if ORDERS[config.order].is_endless:  # all samples once are the same in any order
         config = replace(config, order="sequential")

@@ -23,7 +23,7 @@ from streammega.integrations.frameworks import check_phases, import_framework
 from streammega.integrations.megatron import MegatronBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
-from streammega.samples.segments import split_blend
+from streammega.samples.segments import has_data
 
 BRIDGE = "megatron-bridge"
 """The extra that brings it."""
@@ -91,7 +91,7 @@ def stream_dataset(
         sized = replace(config, num_samples=(train, valid, test))
         dp_rank, dp_size = _data_parallel(context)
         for split, count in zip(SPLITS, sample_counts, strict=True):
-            if not count or split_blend(sized, split) is None:
+            if not count or not has_data(sized, split):
                 continue
             is_train = split == "train"
             size = micro_batch_size if is_train else eval_micro_batch_size or micro_batch_size

@@ -26,7 +26,7 @@ from streammega.integrations.frameworks import (
     with_used_fields,
 )
 from streammega.samples.fields import Batch
-from streammega.samples.segments import split_blend
+from streammega.samples.segments import has_data
 
 NO_LOSS = -100
 """The label of a token that is not learned, in all losses of transformers and torch."""
@@ -141,7 +141,7 @@ class StreamTrainerMixin:
         return self._stream_valid
 
     def _open_valid(self) -> StreamDataLoader:
-        if split_blend(self._stream, "valid") is None:
+        if not has_data(self._stream, "valid"):
             raise ConfigError(
                 "the stream has no valid split to evaluate: give its DataConfig one by split or "
                 "blend_per_split, or the Trainer an eval_dataset"
@@ -216,7 +216,7 @@ def _evaluates_stream(
         training = arguments[TRAINING_ARGUMENTS]
     if eval_dataset is not None or getattr(training, "eval_strategy", "no") == "no":
         return False
-    return split_blend(config, "valid") is not None
+    return has_data(config, "valid")
 
 
 def _check(config: DataConfig) -> None:

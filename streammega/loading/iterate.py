@@ -13,7 +13,7 @@ from streammega.loading.engine import Engine
 from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.field_inputs import Batch
 from streammega.samples.rows import WHOLE, kept_parts_of
-from streammega.samples.segments import source_names
+from streammega.samples.segments import short_names
 from streammega.samples.shuffling import FAIR_SHARE, mixing_advice, mixing_of
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.warn_once import warn_once
@@ -72,7 +72,7 @@ def _warn_of_mixing(steps: MicroSteps, start: int) -> None:
     if mixing.share is None or mixing.share >= FAIR_SHARE:
         return
     assert mixing.dataset is not None
-    name = source_names(steps.config, steps.split)[mixing.dataset]
+    name = short_names(steps.samples.prefixes)[mixing.dataset]
     warn_once(
         log,
         f"{name}, {segment.order.lanes} lanes, batches of {batch}",

@@ -26,7 +26,7 @@ from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.field_inputs import Batch
 from streammega.samples.rows import kept_parts_of
-from streammega.samples.segments import source_names
+from streammega.samples.segments import short_names
 from streammega.samples.source import all_files
 from streammega.storage.fork_lock import process_lock
 
@@ -144,7 +144,8 @@ class StreamLoader:
         cp_rank = whole_number("cp_rank", cp_rank)
         cp_size = whole_number("cp_size", cp_size)
         self._cp = (cp_rank, cp_size)
-        for segment in config.segments(split):  # raises ConfigError if a length cannot be cut
+        # raises ConfigError if a length cannot be cut
+        for segment in self.dataset.steps.schedule.segments:
             _ = kept_parts_of(segment.sequence_length, cp_rank, cp_size)
         self._prefetch = whole_number("prefetch", prefetch, 0)
         self._pinned = pin_memory
@@ -192,7 +193,7 @@ class StreamLoader:
         self._stats = self._new_stats()
 
     def _new_stats(self) -> Stats:
-        return Stats(partial(source_names, self.dataset.config, self.dataset.split))
+        return Stats(partial(short_names, self.dataset.samples.prefixes))
 
     def __enter__(self) -> StreamLoader:
         return self

@@ -23,7 +23,6 @@ from streammega.order.sharding import check_resume, rank_samples
 from streammega.order.state import make_state
 from streammega.samples.field_inputs import Batch
 from streammega.samples.gather import read_fields
-from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource
 from streammega.samples.token_file import tokenizer_origin
 
@@ -43,13 +42,17 @@ class MicroSteps:
     order. schedule: the sizes of global batches and the samples at which they begin.
     """
 
-    config: DataConfig
     split: str
     samples: SampleSource
     schedule: TrainingSchedule
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+
+    @property
+    def config(self) -> DataConfig:
+        """The config of the samples, which has their length where they are of one segment."""
+        return self.samples.config
 
     def check(self) -> None:
         """Raise ConfigError if excluded samples cut a global batch, or the data has no whole one."""
@@ -164,8 +167,7 @@ class MicroSteps:
             sample_ids = self.sample_ids(consumed)
             sample = sample_ids[row * len(sample_ids) // rows]
             number = int(self.samples.locate(sample[None]).dataset_of_sample[0])
-            config = self.samples.config
-            origin = tokenizer_origin(prefixes_of(config, self.split)[number], config)
+            origin = tokenizer_origin(self.samples.prefixes[number], self.config)
             # on Python 3.13 its traceback leads to the frame of contextlib that holds it: a cycle, which
             # would leave the loader to the garbage collector
             error.__traceback__ = None
@@ -198,7 +200,7 @@ class MicroSteps:
         for number, positions_here in itertools.groupby(positions, samples.segment_number):
             here = samples.of_segment(number)
             begin = max(start, here.segments[0].first_sample)
-            yield replace(self, samples=here, config=here.config), positions_here, begin
+            yield replace(self, samples=here), positions_here, begin
 
     def after(self, start: int, num_batches: int) -> int:
         """The position after `num_batches` micro-batches from `start` on.

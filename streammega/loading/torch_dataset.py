@@ -27,8 +27,7 @@ from streammega.order.schedule import resolve_phase_starts, training_schedule
 from streammega.order.state import parse_state
 from streammega.samples.field_inputs import Batch
 from streammega.samples.open import open_source
-from streammega.samples.pinned import read_blend
-from streammega.samples.segments import names_in_identity
+from streammega.samples.segments import split_data
 from streammega.samples.source import SampleSource, check_fields
 
 if TYPE_CHECKING:
@@ -95,28 +94,24 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
         self._is_rank_said = (dp_rank, dp_size, mesh) != (None, None, None)
         dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
-        micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
-        global_batch_size = whole_number("global_batch_size", global_batch_size, 1)
-        config = read_blend(config)
         if split == "train":  # the others have no phases
             config = resolve_phase_starts(config, global_batch_size, rampup_batch_size)
         schedule = training_schedule(config, split, global_batch_size, rampup_batch_size)
-        schedule.check(micro_batch_size, dp_rank, dp_size)
-        self.config = config
         self.split = split
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
+        self.micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        self.global_batch_size = schedule.global_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        schedule.check(self.micro_batch_size, dp_rank, dp_size)
         self.steps = MicroSteps(
-            config=config,
             split=split,
-            samples=open_source(config, split, global_batch_size),
+            samples=open_source(config, split, self.global_batch_size),
             schedule=schedule,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
         )
+        self.config = self.samples.config
         self.steps.check()
         check_fields(self.samples.segments[0])
         self._consumed = 0  # the cursor
@@ -323,7 +318,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         saved = parse_state(state)
         steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
         identity = steps.samples.identity(saved.consumed)
-        saved.check(identity, names_in_identity(steps.samples.config, steps.split))
+        data = split_data(steps.config, steps.split)
+        saved.check(identity, data.names_in_identity())
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(

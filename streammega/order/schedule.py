@@ -46,6 +46,8 @@ class TrainingSchedule:
     origin: int = 0
 
     def __post_init__(self) -> None:
+        size = whole_number("global_batch_size", self.global_batch_size, 1)
+        object.__setattr__(self, "global_batch_size", size)
         if self.rampup_batch_size is None:
             return
         rampup = plain(self.rampup_batch_size)
@@ -280,23 +282,18 @@ def resolve_phase_starts(
     """The config in which every phase has its `first_sample`.
 
     global_batch_size, rampup_batch_size: of the first phase, from sample 0 on, as in
-    StreamingDataset. Raises ConfigError for a global_batch_size below 1.
+    StreamingDataset.
     """
-    if all(phase.is_in_samples for phase in config.phases):
-        return config
-    if global_batch_size < 1:
-        raise ConfigError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-    phases: list[PhaseConfig] = []
-    for phase in config.phases:
-        if phase.first_step is None:
-            phases.append(phase)
-            continue
-        before = replace(config, phases=tuple(phases))
-        schedule = training_schedule(before, "train", global_batch_size, rampup_batch_size)
-        first_sample = schedule.samples_of_step(phase.first_step).start
-        # without the step, which would repeat it if the config is changed later
-        phases.append(replace(phase, first_sample=first_sample, first_step=None))
-    return replace(config, phases=tuple(phases))
+    for number, phase in enumerate(config.phases):
+        if phase.first_step is not None:
+            before = replace(config, phases=config.phases[:number])
+            schedule = training_schedule(before, "train", global_batch_size, rampup_batch_size)
+            first_sample = schedule.samples_of_step(phase.first_step).start
+            # without the step, which would repeat it if the config is changed later
+            phase = replace(phase, first_sample=first_sample, first_step=None)
+            phases = (*config.phases[:number], phase, *config.phases[number + 1 :])
+            config = replace(config, phases=phases)
+    return config
 
 
 def check_in_samples(phases: Sequence[PhaseConfig]) -> None:

@@ -8,7 +8,7 @@ from streammega.config import DataConfig
 from streammega.parallel.groups import has_cpu_backend
 from streammega.parallel.rank_sync import RankSync
 from streammega.samples.pinned import pin, read_blend, with_pinned
-from streammega.samples.segments import prefixes_of
+from streammega.samples.segments import split_data
 from streammega.storage.open import is_remote
 
 
@@ -32,7 +32,7 @@ def open_together(
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     config = read_blend(config)
-    if not any(map(is_remote, prefixes_of(config, split))):
+    if not any(map(is_remote, split_data(config, split).prefixes)):
         return config
     if group is None or dist.get_world_size(group) == 1 or not has_cpu_backend(group):
         return with_pinned(config, pin(config, split))

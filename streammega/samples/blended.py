@@ -63,7 +63,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.config: DataConfig = datasets[0].config
         self.split = datasets[0].split
         self.files = [dataset.files[0] for dataset in datasets]
-        self.prefixes = [dataset.indexed.prefix for dataset in datasets]
+        self.prefixes = [dataset.indexed.name for dataset in datasets]
         self.shares = normalized(self.weights)
         self.tokens_per_epoch = [dataset.shape.tokens_per_epoch for dataset in datasets]
         _ = self._indices  # now: raises for a blend that takes too much of a dataset

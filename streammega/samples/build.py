@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +17,7 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_packing
 from streammega.samples.pinned import read_blend
-from streammega.samples.segments import SplitBlend, split_blend
+from streammega.samples.segments import SplitData, has_data, split_data
 from streammega.samples.token_file import check_tokenizers, check_vocabulary
 from streammega.storage.thread_pool import parallel_map
 
@@ -64,8 +63,7 @@ def build_split(
     to it. Raises what `build_datasets` raises, and ConfigError for a split in phases.
     """
     config = read_blend(config)
-    opened = {} if opened is None else opened
-    if len(config.segments(split)) > 1:
+    if split == "train" and config.phases:
         raise ConfigError(
             f"{split} has phases, which are of the stream order: read them by a StreamLoader, or build "
             "datasets by a config without phases"
@@ -73,27 +71,28 @@ def build_split(
     # all of it once, however many samples are asked for
     if split == "valid" and config.full_validation:
         num_samples = None
-    if num_samples == 0:
+    if num_samples == 0 or not has_data(config, split):
         return None
-    blend = split_blend(config, split)
-    if blend is None:
-        return None
-    if num_samples is None and split != "train":  # evaluation reads every sample once
-        blend = replace(blend, weights=None)
+    data = split_data(config, split)
+    (segment,) = data.segments
+    # evaluation reads every sample once
+    weights = None if num_samples is None and split != "train" else segment.weights
     # As Megatron builds them: the only dataset of a split is blended with itself where `blend`
     # gives it a weight, never where `blend_per_split` does.
-    alone = len(blend.prefixes) == 1 and (blend.weights is None or config.blend is None)
-    if alone:
-        _open_all(blend.prefixes, config, opened)
-        return _single(config, blend.prefixes[0], blend.shares, split, num_samples, opened)
-    if split == "valid" and config.multiple_validation_sets:
-        _open_all(blend.prefixes, config, opened)
-        sets = [
-            _single(config, prefix, blend.shares, split, num_samples, opened)
-            for prefix in blend.prefixes
-        ]
-        return [dataset for dataset in sets if dataset is not None]
-    return _blended(config, blend, split, num_samples, opened)
+    alone = len(segment.datasets) == 1 and (weights is None or config.blend is None)
+    are_apart = split == "valid" and config.multiple_validation_sets
+    if weights is not None and num_samples is None and not alone and not are_apart:
+        raise ConfigError(
+            f"the {split} blend has weights, so it needs a number of samples: "
+            "set num_samples, or give prefixes without weights to take every sample once"
+        )
+    opened = {} if opened is None else opened
+    _open_all(data.prefixes, config, opened)
+    pairs = [opened[prefix] for prefix in segment.datasets]
+    if not alone and not are_apart:
+        return _blended(config, data, pairs, weights, num_samples)
+    single = [_single(config, data, pair, num_samples) for pair in pairs]
+    return single[0] if alone else [dataset for dataset in single if dataset is not None]
 
 
 def _open_all(
@@ -113,62 +112,48 @@ def _open_all(
 
 
 def _single(
-    config: DataConfig,
-    prefix: str,
-    shares: str,
-    split: str,
-    num_samples: int | None,
-    opened: dict[str, IndexedDataset],
+    config: DataConfig, data: SplitData, indexed: IndexedDataset, num_samples: int | None
 ) -> GPTDataset | None:
     """The samples of one dataset in a split; None where the split string gives it no share.
 
-    Units of the split are sequences, or the bins of a packed dataset. opened: has the dataset.
+    Units of the split are sequences, or the bins of a packed dataset.
     """
-    indexed = opened[prefix]
     if config.vocab_size is not None:
         check_vocabulary(indexed.prefix, indexed.tokenizers, config)
-    bounds = split_bounds(shares, num_units_of(indexed))[split]
+    bounds = split_bounds(data.shares, num_units_of(indexed))[data.split]
     if bounds is None:
         return None
     unit_ids = np.arange(*bounds, dtype=np.int32)
-    return GPTDataset(indexed, unit_ids, num_samples, config, split)
+    return GPTDataset(indexed, unit_ids, num_samples, config, data.split)
 
 
 def _blended(
     config: DataConfig,
-    blend: SplitBlend,
-    split: str,
+    data: SplitData,
+    pairs: Sequence[IndexedDataset],
+    weights: Sequence[float] | None,
     num_samples: int | None,
-    opened: dict[str, IndexedDataset],
 ) -> BlendedDataset | None:
     """The blend of a split; None where the split string gives it no share of a dataset.
 
     With weights, num_samples are drawn by them. Without, all samples are taken in proportion to the
     lengths of the datasets, or the first num_samples of these.
     """
-    prefixes = blend.prefixes
-    weights: Sequence[float] | None = blend.weights
-    if weights is not None and num_samples is None:
-        raise ConfigError(
-            f"the {split} blend has weights, so it needs a number of samples: "
-            "set num_samples, or give prefixes without weights to take every sample once"
-        )
-    counts: Sequence[int | None] = [None] * len(prefixes)
+    counts: Sequence[int | None] = [None] * len(pairs)
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
         counts = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
-    _open_all(prefixes, config, opened)
     parts = parallel_map(
-        lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
-        list(zip(prefixes, counts, strict=True)),
+        lambda pair: _single(config, data, *pair),
+        list(zip(pairs, counts, strict=True)),
         MAX_OPENERS,
     )
     datasets = [part for part in parts if part is not None]
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
-    check_packing(bins, config)
+    check_packing(bins, config.sequence_length)
     if len(datasets) > 1 and not config.allow_mixed_tokenizers:
         check_tokenizers((part.indexed.prefix, part.indexed.tokenizers) for part in datasets)
-    if len(datasets) < len(prefixes):
+    if len(datasets) < len(pairs):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:
         # without the surplus, which only makes each dataset a little longer than it is drawn

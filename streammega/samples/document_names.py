@@ -4,10 +4,10 @@ to trace them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from streammega.config import DataConfig
+from streammega.config import StorageConfig
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import strip_suffix
@@ -45,17 +45,20 @@ class DocumentNames:
 
     Args:
         prefixes: the names of the datasets, by number.
-        config: its storage and cache open the shards.
+        storage: how the shards are opened. known: manifests by name, which are not opened again.
     """
 
-    def __init__(self, prefixes: Sequence[str], config: DataConfig) -> None:
+    def __init__(
+        self, prefixes: Sequence[str], storage: StorageConfig, known: Mapping[str, Manifest]
+    ) -> None:
         self.prefixes = prefixes
-        self._config = config
+        self._storage = storage
+        self._known = known
         self._shards: dict[int, list[ShardDocuments]] = {}
 
     @cached_property
     def _manifests(self) -> list[Manifest]:
-        return open_manifests(self.prefixes, self._config.storage, self._config.manifests)
+        return open_manifests(self.prefixes, self._storage, self._known)
 
     def manifest(self, dataset: int) -> Manifest:
         """What a dataset is."""
@@ -65,8 +68,7 @@ class DocumentNames:
         """The shards of a dataset."""
         if dataset not in self._shards:
             self._shards[dataset] = [
-                ShardDocuments(shard, self._config.storage)
-                for shard in self._manifests[dataset].shards
+                ShardDocuments(shard, self._storage) for shard in self._manifests[dataset].shards
             ]
         return self._shards[dataset]
 

@@ -162,7 +162,7 @@ def excluded_tokens(
         return None
     assert config.eod_id is not None
     check_limits(files)
-    names = DocumentNames(prefixes, config)
+    names = DocumentNames(prefixes, config.storage, config.manifests)
     documents_of_first: dict[int, set[DocumentName]] = {}
     for excluded in lists_of_names:
         documents = documents_of_first.setdefault(excluded.first_sample, set())

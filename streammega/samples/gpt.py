@@ -127,10 +127,10 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         split: str = "train",
     ) -> None:
         self.indexed = indexed
-        self.prefixes: Sequence[str] = [indexed.prefix]
+        self.prefixes: Sequence[str] = [indexed.name]
         self.config = config
         self.split = split
-        check_packing([(indexed.prefix, indexed.bin_tokens)], config)
+        check_packing([(indexed.prefix, indexed.bin_tokens)], config.sequence_length)
         self.is_packed = indexed.bin_tokens is not None
         num_units = num_units_of(indexed)
         self.sequence_ids: NDArray[np.int32] = np.arange(num_units, dtype=np.int32)
@@ -153,7 +153,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
         self.shares = [1.0]
         self.tokens_per_epoch = [self.shape.tokens_per_epoch]
-        learned = learned_modes_of(indexed, config)
+        learned = learned_modes_of(indexed, config.mask_loss_by_mode)
         needs_index = self.is_packed or learned is not None
         info = indexed.bin_info
         file = TokenFile(

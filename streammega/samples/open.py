@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import ORDERS, DataConfig, Order
+from streammega.config.validate import whole_number
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels import num_threads
@@ -30,9 +31,10 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     config = read_blend(config)
-    if len(config.segments(split)) > 1:
+    if split == "train":  # the others have no phases
         check_in_samples(config.phases)
-    return OPENED_BY[config.order](config, split, global_batch_size)
+    size = whole_number("global_batch_size", global_batch_size, 1)
+    return OPENED_BY[config.order](config, split, size)
 
 
 def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> SampleSource:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.kernels.documents import count_documents, filled_tokens, list_documents
 from streammega.order import Extents
@@ -17,18 +16,18 @@ from streammega.samples.token_file import TokenFile, open_indices
 Integers = NDArray[np.int64]
 
 
-def check_packing(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataConfig) -> None:
+def check_packing(bins_of_dataset: Sequence[tuple[str, int | None]], sequence_length: int) -> None:
     """Raise ConfigError unless all datasets are packed into bins of a sample, or none is packed.
 
     bins_of_dataset: (name, tokens of its bins or None).
     """
     packed = [(name, tokens) for name, tokens in bins_of_dataset if tokens is not None]
     for name, tokens in packed:
-        if tokens != config.sequence_length:
+        if tokens != sequence_length:
             raise ConfigError(
                 f"{name}: is packed into bins of {tokens} tokens, which are its "
-                f"samples, and sequence_length is {config.sequence_length}; set it to {tokens}, or "
-                f"convert the dataset again with --pack-length {config.sequence_length}"
+                f"samples, and sequence_length is {sequence_length}; set it to {tokens}, or "
+                f"convert the dataset again with --pack-length {sequence_length}"
             )
     check_one_kind(bins_of_dataset)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig, StorageConfig, parse_blend
 from streammega.dataset.manifest import (
     Manifest,
     PinnedBlend,
@@ -26,7 +26,7 @@ from streammega.dataset.shard import token_at
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order.split import SPLITS, split_bounds
-from streammega.samples.segments import prefixes_of, split_blend
+from streammega.samples.segments import SplitData, has_data, split_data
 from streammega.storage import save_bytes
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
@@ -109,13 +109,8 @@ def _pinned(
     remote_only: bool = False,
 ) -> dict[str, Manifest]:
     """The complete manifests of the datasets of some splits of a config, by their names."""
-    names: dict[str, None] = {}
-    for split in splits:
-        if split_blend(config, split) is None:
-            continue
-        for segment in config.segments(split):
-            names.update(dict.fromkeys(segment.datasets))
-        names.update(dict.fromkeys(prefixes_of(config, split)))
+    parts = [split_data(config, split) for split in SPLITS if has_data(config, split)]
+    names = dict.fromkeys(name for data in parts if data.split in splits for name in data.prefixes)
     if remote_only:
         # Names with credentials are for each rank to ask about: they are written nowhere.
         names = {name: None for name in names if is_remote(name) and redact_urls(name) == name}
@@ -129,7 +124,9 @@ def _pinned(
     opened = open_manifests(list(names), config.storage, known, looks_again=looks_again)
     complete = [_complete(manifest) for manifest in opened]
     at_once = min(MAX_REQUESTS, config.storage.max_concurrent_requests)
-    pointers = parallel_map(lambda manifest: _pointers(manifest, config), complete, at_once)
+    pointers = parallel_map(
+        lambda manifest: _pointers(manifest, parts, config.storage), complete, at_once
+    )
     return {
         name: replace(manifest, pointers=at_cuts)
         for name, manifest, at_cuts in zip(names, complete, pointers, strict=True)
@@ -147,22 +144,22 @@ def _complete(manifest: Manifest) -> Manifest:
     return replace(manifest, shards=local)
 
 
-def _pointers(manifest: Manifest, config: DataConfig) -> tuple[tuple[int, int, int], ...]:
+def _pointers(
+    manifest: Manifest, parts: Sequence[SplitData], storage: StorageConfig
+) -> tuple[tuple[int, int, int], ...]:
     """(shard, sequence of it, its first token) at each cut of a split within a shard."""
     if manifest.bin_tokens is not None:
         return ()
     counts = [shard.sequences for shard in manifest.shards]
     before = [0, *accumulate(counts)]
     cuts: set[int] = set()
-    for split in SPLITS:
-        blend = split_blend(config, split)
-        if blend is not None:
-            cuts.update(split_bounds(blend.shares, sum(counts))[split] or ())
+    for data in parts:
+        cuts.update(split_bounds(data.shares, sum(counts))[data.split] or ())
     pointers = []
     for number, shard in enumerate(manifest.shards):
         for cut in sorted(cuts):
             sequence = cut - before[number]
             if 0 < sequence < shard.sequences:
-                token = token_at(shard, sequence, config.storage)
+                token = token_at(shard, sequence, storage)
                 pointers.append((number, sequence, token))
     return tuple(pointers)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import MAX_SAMPLES, DataConfig
-from streammega.config.validate import whole_number
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.provenance import DocumentOrigin
@@ -30,8 +29,6 @@ from streammega.order.extents import cut_extents
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.gather import read_samples
 from streammega.samples.open import check_sample_ids, open_source
-from streammega.samples.pinned import read_blend
-from streammega.samples.segments import prefixes_of
 from streammega.samples.source import SampleSource, file_of_rows
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.thread_pool import ordered_map
@@ -116,13 +113,12 @@ class Provenance:
     def __init__(
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
-        self.config = config = read_blend(config)
         self.split = split
-        size = whole_number("global_batch_size", global_batch_size, 1)
-        self.source: SampleSource = open_source(config, split, size)
-        self.datasets: Sequence[str] = prefixes_of(config, split)
+        self.source: SampleSource = open_source(config, split, global_batch_size)
+        self.config = config = self.source.config
+        self.datasets = self.source.prefixes
         """The names of its datasets, over all phases."""
-        self.names = DocumentNames(self.datasets, self.source.config)
+        self.names = DocumentNames(self.datasets, config.storage, config.manifests)
         self._bounds: dict[int, Integers] = {}
 
     def trace(

@@ -168,6 +168,11 @@ class SampleSource:
         return self.segments[0].files
 
     @property
+    def prefixes(self) -> Sequence[str]:
+        """The name of each dataset."""
+        return self.segments[0].prefixes
+
+    @property
     def excluded(self) -> ExcludedTokens | None:
         """The tokens that are not seen; None: all are seen."""
         return self.segments[0].excluded

@@ -19,6 +19,7 @@ from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_by_manifest
+from streammega.samples.segments import SplitData
 from streammega.samples.token_file import TokenFile, check_tokenizers, check_vocabulary
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
@@ -39,43 +40,34 @@ class OpenDataset:
     parts: StreamDataset
 
 
-def open_datasets(
-    prefixes: Sequence[str],
-    shares: str,
-    split: str,
-    config: DataConfig,
-) -> list[OpenDataset]:
-    """The datasets of these prefixes, in their order, each with its parts that belong to a split.
+def open_datasets(data: SplitData, config: DataConfig) -> list[OpenDataset]:
+    """The datasets of a split by their numbers, each with its parts that belong to the split.
 
-    shares: the split string, which cuts every dataset by itself. Raises ConfigError if a dataset has
-    nothing for the split, more ids than the config's vocabulary, or another tokenizer than the
-    others; StorageError and FormatError for the files.
+    Raises ConfigError if a dataset has nothing for the split, more ids than the config's vocabulary,
+    or another tokenizer than the others; StorageError and FormatError for the files.
     """
-    compares_tokenizers = not config.allow_mixed_tokenizers and len(prefixes) > 1
 
     def open_all(manifests: list[Manifest]) -> list[OpenDataset]:
-        def cut(dataset: tuple[str, Manifest]) -> OpenDataset:
-            return _cut_dataset(*dataset, shares, split, config)
-
-        datasets = list(zip(prefixes, manifests, strict=True))
-        is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
+        datasets = list(zip(data.prefixes, manifests, strict=True))
+        is_whole = split_bounds(data.shares, MANY_SEQUENCES)[data.split] == (0, MANY_SEQUENCES)
         # whole datasets need no pointers: threads would not help
         requests = min(MAX_REQUESTS, config.storage.max_concurrent_requests)
-        at_once = 1 if is_whole else requests
-        are_local = not any(map(is_remote, prefixes))
-        return parallel_map(cut, datasets, at_once, is_local=are_local)
+        return parallel_map(
+            lambda dataset: _cut_dataset(*dataset, data, config),
+            datasets,
+            1 if is_whole else requests,
+            is_local=not any(map(is_remote, data.prefixes)),
+        )
 
-    opened = open_with(prefixes, config.storage, open_all, config.manifests)
+    opened = open_with(data.prefixes, config.storage, open_all, config.manifests)
     for dataset in opened:
         check_vocabulary(dataset.name, dataset.manifest.tokenizers, config)
-    if compares_tokenizers:
+    if len(opened) > 1 and not config.allow_mixed_tokenizers:
         check_tokenizers((dataset.name, dataset.manifest.tokenizers) for dataset in opened)
     return opened
 
 
-def _cut_dataset(
-    name: str, manifest: Manifest, shares: str, split: str, config: DataConfig
-) -> OpenDataset:
+def _cut_dataset(name: str, manifest: Manifest, data: SplitData, config: DataConfig) -> OpenDataset:
     """The part of a dataset that belongs to a split. Its shards, end to end, are cut by sequences, or
     by bins if it is packed.
     """
@@ -88,13 +80,13 @@ def _cut_dataset(
     units = [
         shard.sequences if bin_tokens is None else shard.tokens // bin_tokens for shard in shards
     ]
-    bounds = split_bounds(shares, sum(units))[split]
+    bounds = split_bounds(data.shares, sum(units))[data.split]
     if bounds is None or bounds[0] == bounds[1]:
         kind = "sequences" if bin_tokens is None else "bins"
         raise ConfigError(
-            f"{name}: split {shares!r} leaves nothing of its {sum(units)} {kind} for {split}"
+            f"{name}: split {data.shares!r} leaves nothing of its {sum(units)} {kind} for {data.split}"
         )
-    learned = learned_modes_by_manifest(name, manifest, config)
+    learned = learned_modes_by_manifest(name, manifest, config.mask_loss_by_mode)
     needs_index = bin_tokens is not None or learned is not None
     content = content_of(manifest)
     files = []
@@ -115,7 +107,8 @@ def _cut_dataset(
         )
     parts = _parts_of(manifest, units, *bounds, config.storage)
     if bin_tokens is None:
-        _warn_of_short(name, parts, len(shards), config)
+        extra = int(config.add_extra_token)
+        _warn_of_short(name, parts, len(shards), config.sequence_length, extra)
     # blocks are sized in bytes, by the widest tokens
     itemsize = max(shard.token_dtype.itemsize for shard in shards)
     dataset = StreamDataset(
@@ -155,10 +148,10 @@ def _parts_of(
     return parts
 
 
-def _warn_of_short(name: str, parts: Sequence[FilePart], count: int, config: DataConfig) -> None:
+def _warn_of_short(
+    name: str, parts: Sequence[FilePart], count: int, length: int, extra: int
+) -> None:
     """Warn of files that are too short for a sample: they are never read."""
-    length = config.sequence_length
-    extra = int(config.add_extra_token)
     short = [
         part.tokens for part in parts if part.tokens and not samples_of(part.tokens, length, extra)
     ]

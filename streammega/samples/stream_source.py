@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.config import DataConfig
+from streammega.config import DataConfig, Segment
 from streammega.errors import ConfigError
 from streammega.errors.logs import get_logger
 from streammega.order import Extents
@@ -30,12 +30,7 @@ from streammega.order.stream_order import (
 )
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.packed import are_packed, check_one_kind, check_packing, trim_padding
-from streammega.samples.segments import (
-    SegmentDatasets,
-    blend_of,
-    dataset_names,
-    datasets_of_segments,
-)
+from streammega.samples.segments import SplitData, split_data
 from streammega.samples.source import (
     Integers,
     SampleSource,
@@ -59,13 +54,14 @@ class StreamSegment(SegmentSource):
     def __init__(
         self,
         config: DataConfig,
-        split: str,
+        data: SplitData,
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
         excluded: ExcludedTokens | None = None,
     ) -> None:
         self.config = config
-        self.split = split
+        self.split = data.split
+        self.prefixes = data.prefixes
         self.files = files
         self.order: StreamOrder = order
         self.first_sample = order.first_sample
@@ -144,12 +140,12 @@ class EpochSegment(StreamSegment):
     def __init__(
         self,
         config: DataConfig,
-        split: str,
+        data: SplitData,
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
         one_by_one: Sequence[StreamDataset],
     ) -> None:
-        super().__init__(config, split, files, order)
+        super().__init__(config, data, files, order)
         self._one_by_one = one_by_one
         self._first_files = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
         self.dataset_numbers = np.arange(len(files))
@@ -199,88 +195,74 @@ class StreamSource(SampleSource):
     """
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
-        lanes = _chosen_lanes(config, split, global_batch_size)
-        self._split = split
+        self._data = data = split_data(config, split)
         self._global_batch_size = global_batch_size
-        self._segment_datasets = datasets_of_segments(config, split)
-        prefixes = [prefix for prefix, _ in dataset_names(self._segment_datasets)]
-        shares = blend_of(config, split).shares
-        self._datasets = open_datasets(prefixes, shares, split, config)
-        config = config.with_manifests({one.name: one.manifest for one in self._datasets})
+        lanes = _chosen_lanes(data.segments, config.shuffle_block_bytes, global_batch_size)
+        self._datasets = open_datasets(data, config)
         files = [dataset.files for dataset in self._datasets]
-        _check_apart(self._segment_datasets, prefixes, files)
+        _check_apart(data, files)
         bins = [(dataset.name, dataset.files[0].bin_tokens) for dataset in self._datasets]
-        for named in self._segment_datasets:
-            bins_here = [bins[number] for number in named.numbers]
-            check_packing(bins_here, _with_length(config, named.segment.sequence_length))
+        for segment in data.segments:
+            check_packing([bins[number] for number in segment.numbers], segment.sequence_length)
         check_one_kind(bins)
-        self._excluded = excluded_tokens(config, split, prefixes, files)
-        super().__init__(config, self._segments_in(config, lanes))
+        self.config = config.with_manifests({one.name: one.manifest for one in self._datasets})
+        self._excluded = excluded_tokens(self.config, split, data.prefixes, files)
+        super().__init__(self.config, self._segments_in(lanes))
 
     def with_lanes(self, lanes: int) -> StreamSource:
         """The same datasets in the lanes of a saved state, unless the config names its own."""
         if self.config.shuffle_lanes is not None or lanes in (0, self.lanes):
             return self
         # not an error: the phase may have begun, and its samples must stay where they are
-        shared = _shared_lanes(self.config, self._split, lanes, self._global_batch_size)
+        shared = _shared_lanes(self._data.segments, lanes, self._global_batch_size)
         if shared is not None:
             log.warning("in the lanes of the checkpoint ranks read some bytes twice: %s", shared)
         source = copy.copy(self)
-        SampleSource.__init__(source, self.config, self._segments_in(self.config, lanes))
+        source.segments = tuple(self._segments_in(lanes))
         return source
 
-    def _segments_in(self, config: DataConfig, lanes: int) -> list[StreamSegment]:
+    def _segments_in(self, lanes: int) -> list[StreamSegment]:
         """The segments in so many lanes, unless they name their own.
 
         Raises ConfigError for a dataset that holds no sample.
         """
-        block_bytes = config.shuffle_block_bytes or default_block_bytes(
-            config.shuffle_lanes or lanes
-        )
-        if self._split != "train" and config.num_samples is None:
-            return [self._epoch(config, config.shuffle_lanes or lanes, block_bytes)]
+        config, split = self.config, self._data.split
+        block_bytes = config.shuffle_block_bytes or default_block_bytes(lanes)
+        if split != "train" and config.num_samples is None:
+            return [self._epoch(lanes, block_bytes)]
+        files = [dataset.files for dataset in self._datasets]
         orders: list[StreamOrder] = []
-        for segment, numbers, _ in self._segment_datasets:
-            datasets = [self._datasets[number].parts for number in numbers]
+        segments: list[StreamSegment] = []
+        for segment in self._data.segments:
+            datasets = [self._datasets[number].parts for number in segment.numbers]
             # a bin has no extra token: that would be of another document
             extra_token = config.add_extra_token and not datasets[0].is_packed
-            if segment.weights:
-                weights = [float(weight) for weight in segment.weights]
-            else:
-                length = segment.sequence_length
-                samples = [dataset_samples(one, length, int(extra_token)) for one in datasets]
-                weights = [float(count) for count in samples]
+            length = segment.sequence_length
             order = StreamOrder(
                 datasets=datasets,
-                weights=weights,
-                sequence_length=segment.sequence_length,
+                weights=segment.weights
+                or [float(dataset_samples(one, length, int(extra_token))) for one in datasets],
+                sequence_length=length,
                 extra_token=extra_token,
                 seed=config.seed,
                 lanes=segment.lanes or lanes,
                 shuffle_block_bytes=block_bytes,
                 first_sample=segment.first_sample,
-                numbers=numbers if orders else None,
+                numbers=segment.numbers if orders else None,
                 earlier=tuple(orders),
             )
             try:
                 order.check()
             except ConfigError as error:
-                where = f"phase {len(orders)}" if orders else self._split
+                where = f"phase {len(orders)}" if orders else split
                 raise ConfigError(f"{where}: {error}") from None
             orders.append(order)
-        files = [dataset.files for dataset in self._datasets]
-        return [
-            StreamSegment(
-                _with_length(config, order.sequence_length),
-                self._split,
-                files,
-                order,
-                self._excluded,
-            )
-            for order in orders
-        ]
+            if length != config.sequence_length:
+                config = replace(config, sequence_length=length)
+            segments.append(StreamSegment(config, self._data, files, order, self._excluded))
+        return segments
 
-    def _epoch(self, config: DataConfig, lanes: int, block_bytes: int) -> EpochSegment:
+    def _epoch(self, lanes: int, block_bytes: int) -> EpochSegment:
         """Every sample of the split once, for evaluation. Raises ConfigError for a split without any."""
         files = [dataset.files for dataset in self._datasets]
         datasets = [dataset.parts for dataset in self._datasets]
@@ -293,8 +275,9 @@ class StreamSource(SampleSource):
             ],
             itemsize=max(dataset.itemsize for dataset in datasets),
             is_packed=datasets[0].is_packed,
-            name=f"the {self._split} split",
+            name=f"the {self._data.split} split",
         )
+        config = self.config
         order = StreamOrder(
             datasets=[everything],
             weights=[1.0],
@@ -305,26 +288,29 @@ class StreamSource(SampleSource):
             shuffle_block_bytes=block_bytes,
         )
         order.check()
-        return EpochSegment(config, self._split, files, order, datasets)
+        return EpochSegment(config, self._data, files, order, datasets)
 
 
-def _chosen_lanes(config: DataConfig, split: str, global_batch_size: int) -> int:
+def _chosen_lanes(
+    segments: Sequence[Segment], block_bytes: int | None, global_batch_size: int
+) -> int:
     """The lanes of the first segment. Raises ConfigError for lanes that a global batch does not
     divide.
     """
-    if config.shuffle_lanes is not None and config.shuffle_lanes % global_batch_size:
+    lanes = segments[0].lanes
+    if lanes is not None and lanes % global_batch_size:
         raise ConfigError(
-            f"shuffle_lanes {config.shuffle_lanes} is not a multiple of global_batch_size "
+            f"shuffle_lanes {lanes} is not a multiple of global_batch_size "
             f"{global_batch_size}; change one of them"
         )
-    lanes = config.shuffle_lanes or default_lanes(global_batch_size, config.shuffle_block_bytes)
-    max_lanes = max(lanes, *(segment.lanes or 0 for segment in config.segments(split)))
+    lanes = lanes or default_lanes(global_batch_size, block_bytes)
+    max_lanes = max(lanes, *(segment.lanes or 0 for segment in segments))
     if max_lanes > LANES_LIMIT:
         raise ConfigError(
             f"global_batch_size {global_batch_size:,}, or shuffle_lanes, needs {max_lanes:,} lanes; the "
             f"stream order has at most {LANES_LIMIT:,}: lower it"
         )
-    shared = _shared_lanes(config, split, lanes, global_batch_size)
+    shared = _shared_lanes(segments, lanes, global_batch_size)
     if shared is not None:
         raise ConfigError(shared)
     return lanes
@@ -348,18 +334,11 @@ def _digests_of(
     return digests
 
 
-def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
-    """The config of a phase whose samples are so long."""
-    if sequence_length == config.sequence_length:
-        return config
-    return replace(config, sequence_length=sequence_length)
-
-
-def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size: int) -> str | None:
+def _shared_lanes(segments: Sequence[Segment], lanes: int, global_batch_size: int) -> str | None:
     """An error message if the global batch of a phase does not divide its lanes, so that ranks
     would share them; else None.
     """
-    for number, segment in enumerate(config.segments(split)[1:], 1):
+    for number, segment in enumerate(segments[1:], 1):
         size = segment.global_batch_size or global_batch_size
         lanes = segment.lanes or lanes
         if lanes % size:
@@ -372,24 +351,21 @@ def _shared_lanes(config: DataConfig, split: str, lanes: int, global_batch_size:
     return None
 
 
-def _check_apart(
-    segments: Sequence[SegmentDatasets],
-    prefixes: Sequence[str],
-    files: Sequence[Sequence[TokenFile]],
-) -> None:
+def _check_apart(data: SplitData, files: Sequence[Sequence[TokenFile]]) -> None:
     """Raise ConfigError if datasets of different phases share a file, such as a folder and a shard in
     it: the order would take them for two datasets, and read the file in each phase.
 
-    Datasets of the same phases may overlap, as in any blend.
+    Datasets of the same phases may overlap, as in any blend. files: of each dataset.
     """
-    phases_of_prefix: dict[str, set[int]] = {prefix: set() for prefix in prefixes}
-    for number, segment in enumerate(segments):
-        for prefix, _ in segment.names:
+    phases_of_prefix: dict[str, set[int]] = {prefix: set() for prefix in data.prefixes}
+    for number, segment in enumerate(data.segments):
+        for prefix in segment.datasets:
             phases_of_prefix[prefix].add(number)
     prefix_of_file: dict[str, str] = {}
-    for prefix, own_files in zip(prefixes, files, strict=True):
+    for prefix, own_files in zip(data.prefixes, files, strict=True):
         for file in own_files:
-            url = _place_of(file)
+            # whichever name its dataset has
+            url = resolved(file.store.url(file.key))
             other = prefix_of_file.setdefault(url, prefix)
             if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
@@ -397,8 +373,3 @@ def _check_apart(
                     "so phases would read it twice; use the same name in every phase. New shards are "
                     "another dataset of the blend"
                 )
-
-
-def _place_of(file: TokenFile) -> str:
-    """The URL of a file, whichever name its dataset has."""
-    return resolved(file.store.url(file.key))

@@ -9,7 +9,7 @@ from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks, open_loader
-from streammega.samples.segments import short_names, split_blend
+from streammega.samples.segments import has_data, short_names, split_data
 from streammega.train.config import RunConfig
 
 
@@ -29,9 +29,9 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
     """
     blends: dict[str, Any] = dict(config.validation)
     data = config.data
-    valid = split_blend(data, "valid") if data.multiple_validation_sets else None
-    if valid is not None:
-        for name, prefix in zip(short_names(valid.prefixes), valid.prefixes, strict=True):
+    if data.multiple_validation_sets and has_data(data, "valid"):
+        prefixes = split_data(data, "valid").prefixes
+        for name, prefix in zip(short_names(prefixes), prefixes, strict=True):
             blends[name] = [prefix]
     return {name: _evaluated_on(config, blend) for name, blend in blends.items()}
 
@@ -89,4 +89,4 @@ def batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
 
 def has_valid(data: DataConfig) -> bool:
     """Whether the data itself has a valid split that can be read as one."""
-    return not data.multiple_validation_sets and split_blend(data, "valid") is not None
+    return not data.multiple_validation_sets and has_data(data, "valid")
