@@ -16,9 +16,9 @@ from streammega.config.phases import (
     PhaseConfig,
     Segment,
     check_phases,
-    check_ranges,
     excluded_lists,
     excluded_names,
+    excluded_ranges,
 )
 from streammega.config.storage import StorageConfig, with_prefixes
 from streammega.config.validate import Ge, Le, Lt, check_fields, refuse_unknown
@@ -281,7 +281,7 @@ class DataConfig(FieldsConfig):
         self._check_blends()
         if self.inter_document_masking:
             self._check_masking()
-        check_ranges(self.exclude_samples)
+        object.__setattr__(self, "exclude_samples", excluded_ranges(self.exclude_samples))
         if self.phases:
             check_phases(self.phases, self.order)
         self._check_excluded_documents()

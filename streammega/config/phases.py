@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,19 +68,20 @@ def excluded_names(excluded: Any, first_sample: int) -> list[ExcludedList]:
     return lists
 
 
-def check_ranges(excluded: Any) -> None:
-    """Raise ConfigError for exclude_samples that are not ranges [start, stop)."""
+def excluded_ranges(excluded: Any) -> tuple[tuple[int, int], ...]:
+    """The ranges [start, stop) of exclude_samples. Raises ConfigError for other forms."""
     try:
-        ranges = [(start, stop, 0 <= start < stop) for start, stop in excluded]
+        ranges = tuple((operator.index(start), operator.index(stop)) for start, stop in excluded)
     except (TypeError, ValueError):
         raise ConfigError(
             f"exclude_samples is {excluded!r}; it takes ranges of sample ids, each as (start, stop)"
         ) from None
-    for start, stop, runs_upwards in ranges:
-        if not runs_upwards:
+    for start, stop in ranges:
+        if not 0 <= start < stop:
             raise ConfigError(
                 f"exclude_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
             )
+    return ranges
 
 
 @refuse_unknown

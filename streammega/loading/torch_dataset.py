@@ -154,7 +154,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def tokens_before(self, sample: int) -> int:
         """Tokens of all global samples before this one. Phases may change their length."""
-        return self.steps.tokens_before(sample)
+        return self.steps.tokens_before(operator.index(sample))
 
     def sequence_length_at(self, sample: int) -> int:
         """Tokens of a global sample. Phases may change it."""

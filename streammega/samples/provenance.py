@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import MAX_SAMPLES, DataConfig
+from streammega.config.validate import plain
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
 from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.provenance import DocumentOrigin
@@ -135,7 +136,7 @@ class Provenance:
         extents = self.source.locate(ids)
         first_column = 0
         if tokens is not None:
-            first_column, last_column = tokens
+            first_column, last_column = plain(tokens)
             if not 0 <= first_column < last_column:
                 raise ConfigError(
                     f"tokens {first_column}:{last_column} are no range; give START:STOP, where STOP is "

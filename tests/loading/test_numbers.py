@@ -152,6 +152,49 @@ def test_positions_may_be_numbers_of_arrays(stream: DataConfig, kind: Kind) -> N
         dataset.advance(kind(24))
         assert saved(dataset.state_dict())["consumed_samples"] == 26
         assert dataset.batch(kind(16))["tokens"].equal(dataset.batch(16)["tokens"])
+        step = dataset.steps.schedule.samples_of_step(kind(3))
+        answers = (step.start, step.stop, dataset.tokens_before(kind(16)))
+        assert answers == (16, 24, 16 * 16)
+        assert list(other_numbers(answers)) == []
+
+
+@pytest.mark.guarantee("numbers-plain")
+def test_what_a_loader_keeps_of_its_sizes_are_pythons_own_numbers(
+    stream: DataConfig, kind: Kind
+) -> None:
+    n = kind
+    later = PhaseConfig(first_step=n(5), sequence_length=n(8), shuffle_lanes=n(32))
+    sized = replace(
+        stream,
+        sequence_length=n(16),
+        seed=n(3),
+        shuffle_lanes=n(16),
+        shuffle_block_bytes=n(64),
+        exclude_samples=[(n(8), n(16))],
+        phases=[PhaseConfig(first_sample=n(24), global_batch_size=n(16)), later],
+    )
+    with StreamLoader(
+        sized, micro_batch_size=n(2), global_batch_size=n(8), dp_rank=n(1), dp_size=n(2)
+    ) as loader:
+        dataset = loader.dataset
+        sizes = (
+            dataset.micro_batch_size,
+            dataset.global_batch_size,
+            dataset.dp_rank,
+            dataset.dp_size,
+        )
+        assert sizes == (2, 8, 1, 2)
+        orders = [
+            (order.sequence_length, order.lanes, order.first_sample, order.shuffle_block_bytes)
+            for segment in dataset.samples.segments
+            if (order := segment.order) is not None
+        ]
+        assert orders == [(16, 16, 0, 64), (16, 16, 24, 64), (8, 32, 56, 64)]
+        schedule = dataset.steps.schedule
+        kept = (sizes, orders, schedule, schedule.stages, dataset.config)
+        assert list(other_numbers(kept)) == []
+        next(loader)
+        assert saved(loader.state_dict())["consumed_samples"] == 4
 
 
 @pytest.mark.guarantee("numbers-plain")
@@ -185,7 +228,7 @@ def test_settings_are_pythons_own_numbers_from_their_check_on(pair: str, kind: K
     for made in settings:
         assert list(other_numbers(made, type(made).__name__)) == []
     ranges: Any = settings[0].exclude_samples
-    assert ranges == [[8, 24], [32, 40]]
+    assert ranges == ((8, 24), (32, 40))
 
 
 @pytest.mark.guarantee("numbers-plain")
@@ -220,6 +263,13 @@ def test_indices_and_samplers_of_other_numbers_are_the_same(
     config = replace(stream, shuffle_lanes=None)
     lanes = [Provenance(config, global_batch_size=size).source.lanes for size in (kind(8), 8)]
     assert json.dumps(lanes[0]) == json.dumps(lanes[1])
+    provenance = Provenance(config, global_batch_size=8)
+    (traced,) = provenance.trace(kind(7), tokens=(kind(1), kind(4)))
+    assert [traced] == provenance.trace(7, tokens=(1, 4))
+    assert list(other_numbers(traced)) == []
+    uses = list(provenance.uses([traced.runs[0].name], start=kind(0), end=kind(40)))
+    assert uses == list(provenance.uses([traced.runs[0].name], start=0, end=40))
+    assert list(other_numbers(uses)) == []
 
 
 @pytest.mark.parametrize(
