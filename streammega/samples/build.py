@@ -47,13 +47,16 @@ def build_datasets(
     config = read_blend(config)
     opened: dict[str, IndexedDataset] = {}
     return tuple(
-        build_split(config, split, counts[number], opened) for number, split in enumerate(SPLITS)
+        build_split(config, split_data(config, split), count, opened)
+        if has_data(config, split)
+        else None
+        for split, count in zip(SPLITS, counts, strict=True)
     )
 
 
 def build_split(
     config: DataConfig,
-    split: str,
+    data: SplitData,
     num_samples: int | None,
     opened: dict[str, IndexedDataset] | None = None,
 ) -> SplitDataset | None:
@@ -62,8 +65,8 @@ def build_split(
     num_samples: None: one epoch. opened: open pairs by prefix, which several splits share; this adds
     to it. Raises what `build_datasets` raises, and ConfigError for a split in phases.
     """
-    config = read_blend(config)
-    if split == "train" and config.phases:
+    split = data.split
+    if len(data.segments) > 1:
         raise ConfigError(
             f"{split} has phases, which are of the stream order: read them by a StreamLoader, or build "
             "datasets by a config without phases"
@@ -71,9 +74,8 @@ def build_split(
     # all of it once, however many samples are asked for
     if split == "valid" and config.full_validation:
         num_samples = None
-    if num_samples == 0 or not has_data(config, split):
+    if num_samples == 0:
         return None
-    data = split_data(config, split)
     (segment,) = data.segments
     # evaluation reads every sample once
     weights = None if num_samples is None and split != "train" else segment.weights

@@ -22,6 +22,7 @@ from streammega.order.split import SPLITS
 from streammega.samples.build import build_datasets, build_split
 from streammega.samples.gpt import GPTDataset, shared_folder
 from streammega.samples.pinned import read_blend
+from streammega.samples.segments import SplitData, split_data
 from streammega.samples.source import SampleSource
 from streammega.samples.stream_source import StreamSource
 
@@ -34,19 +35,19 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if split == "train":  # the others have no phases
         check_in_samples(config.phases)
     size = whole_number("global_batch_size", global_batch_size, 1)
-    return OPENED_BY[config.order](config, split, size)
+    return OPENED_BY[config.order](config, split_data(config, split), size)
 
 
-def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> SampleSource:
+def _open_built(config: DataConfig, data: SplitData, _global_batch_size: int) -> SampleSource:
     """A source of Megatron's datasets, whose indices are built."""
-    num_samples = config.num_samples[SPLITS.index(split)] if config.num_samples else None
-    if ORDERS[config.order].needs_num_samples and num_samples is None and split == "train":
+    split = data.split
+    if ORDERS[config.order].needs_num_samples and data.num_samples is None and split == "train":
         raise ConfigError(
             f"the {config.order} order depends on the number of samples: "
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
-    samples = build_split(config, split, num_samples)
+    samples = build_split(config, data, data.num_samples)
     if isinstance(samples, list):
         raise ConfigError(
             "multiple_validation_sets makes several datasets: open each by a config of its own, "
@@ -61,7 +62,7 @@ def _open_built(config: DataConfig, split: str, _global_batch_size: int) -> Samp
     return SampleSource(config, [samples])
 
 
-OPENED_BY: Mapping[Order, Callable[[DataConfig, str, int], SampleSource]] = {
+OPENED_BY: Mapping[Order, Callable[[DataConfig, SplitData, int], SampleSource]] = {
     "megatron": _open_built,
     "stream": StreamSource,
     "sequential": _open_built,

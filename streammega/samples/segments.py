@@ -27,12 +27,14 @@ class SplitData:
     prefixes: of each dataset, by its number over all segments: in the order in which datasets first
     appear. shares: the split string that cuts every dataset; with `blend_per_split` it gives all of
     a dataset to the split. segments: at least one, whose datasets have these prefixes and numbers.
+    num_samples: those that the config asks of the split; None: it names no number.
     """
 
     split: str
     prefixes: tuple[str, ...]
     shares: str
     segments: tuple[Segment, ...]
+    num_samples: int | None
 
     def names_in_identity(self) -> dict[str, str]:
         """The name of each dataset, by its path in the identity of an order: "datasets[0]"; "dataset"
@@ -84,6 +86,7 @@ def split_data(config: DataConfig, split: str) -> SplitData:
         prefixes=tuple(prefix for prefix, _ in number_of),
         shares=shares,
         segments=tuple(segments),
+        num_samples=config.num_samples[SPLITS.index(split)] if config.num_samples else None,
     )
 
 

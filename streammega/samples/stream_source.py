@@ -18,7 +18,6 @@ from streammega.errors.logs import get_logger
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records, StreamDataset, dataset_samples
 from streammega.order.megatron import normalized
-from streammega.order.split import SPLITS
 from streammega.order.stream_order import (
     LANES_LIMIT,
     STREAM_VERSION,
@@ -30,7 +29,7 @@ from streammega.order.stream_order import (
 )
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.packed import are_packed, check_one_kind, check_packing, trim_padding
-from streammega.samples.segments import SplitData, split_data
+from streammega.samples.segments import SplitData
 from streammega.samples.source import (
     Integers,
     SampleSource,
@@ -60,6 +59,7 @@ class StreamSegment(SegmentSource):
         excluded: ExcludedTokens | None = None,
     ) -> None:
         self.config = config
+        self._data = data
         self.split = data.split
         self.prefixes = data.prefixes
         self.files = files
@@ -77,8 +77,7 @@ class StreamSegment(SegmentSource):
     @property
     def num_samples(self) -> int | None:
         """Samples that the config asks of this split; None: no end."""
-        num_samples = self.config.num_samples
-        return num_samples[SPLITS.index(self.split)] if num_samples else None
+        return self._data.num_samples
 
     def locate(self, sample_ids: Integers) -> Extents:
         """Where samples are stored: one run of tokens each, or several where a sample joins what
@@ -187,15 +186,16 @@ class StreamSource(SampleSource):
     `num_samples`; without it, those of other splits are one epoch.
 
     Args:
+        data: the datasets and segments of the split.
         global_batch_size: chooses the lanes, unless the config names them.
 
-    Raises ConfigError for lanes that a global batch does not divide, for a split or dataset that
-    holds nothing, and for a file with two names in two segments. Raises StorageError and
-    FormatError for the files.
+    Raises ConfigError for lanes that a global batch does not divide, for a dataset that holds
+    nothing, and for a file with two names in two segments. Raises StorageError and FormatError for
+    the files.
     """
 
-    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
-        self._data = data = split_data(config, split)
+    def __init__(self, config: DataConfig, data: SplitData, global_batch_size: int) -> None:
+        self._data = data
         self._global_batch_size = global_batch_size
         lanes = _chosen_lanes(data.segments, config.shuffle_block_bytes, global_batch_size)
         self._datasets = open_datasets(data, config)
@@ -206,7 +206,7 @@ class StreamSource(SampleSource):
             check_packing([bins[number] for number in segment.numbers], segment.sequence_length)
         check_one_kind(bins)
         self.config = config.with_manifests({one.name: one.manifest for one in self._datasets})
-        self._excluded = excluded_tokens(self.config, split, data.prefixes, files)
+        self._excluded = excluded_tokens(self.config, data.split, data.prefixes, files)
         super().__init__(self.config, self._segments_in(lanes))
 
     def with_lanes(self, lanes: int) -> StreamSource:
@@ -226,14 +226,14 @@ class StreamSource(SampleSource):
 
         Raises ConfigError for a dataset that holds no sample.
         """
-        config, split = self.config, self._data.split
+        config, data = self.config, self._data
         block_bytes = config.shuffle_block_bytes or default_block_bytes(lanes)
-        if split != "train" and config.num_samples is None:
+        if data.split != "train" and data.num_samples is None:
             return [self._epoch(lanes, block_bytes)]
         files = [dataset.files for dataset in self._datasets]
         orders: list[StreamOrder] = []
         segments: list[StreamSegment] = []
-        for segment in self._data.segments:
+        for segment in data.segments:
             datasets = [self._datasets[number].parts for number in segment.numbers]
             # a bin has no extra token: that would be of another document
             extra_token = config.add_extra_token and not datasets[0].is_packed
@@ -254,12 +254,12 @@ class StreamSource(SampleSource):
             try:
                 order.check()
             except ConfigError as error:
-                where = f"phase {len(orders)}" if orders else split
+                where = f"phase {len(orders)}" if orders else data.split
                 raise ConfigError(f"{where}: {error}") from None
             orders.append(order)
             if length != config.sequence_length:
                 config = replace(config, sequence_length=length)
-            segments.append(StreamSegment(config, self._data, files, order, self._excluded))
+            segments.append(StreamSegment(config, data, files, order, self._excluded))
         return segments
 
     def _epoch(self, lanes: int, block_bytes: int) -> EpochSegment:

@@ -20,8 +20,8 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.state import differing_values
 from streammega.samples.document_names import DocumentName
+from streammega.samples.open import open_source
 from streammega.samples.provenance import Provenance
-from streammega.samples.stream_source import StreamSource
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
 
@@ -506,7 +506,7 @@ def test_the_code_of_the_page_runs() -> None:
 
 def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
     config = config_of(data, storage=StorageConfig())
-    source = StreamSource(config, "train", BATCH)
+    source = open_source(config, "train", BATCH)
     numbers = [segment.dataset_numbers.tolist() for segment in source.segments]
     assert numbers == [[0, 1], [1, 2], [0, 1]]
     assert [files[0].key.rpartition("/")[2] for files in source.files] == [
@@ -534,7 +534,7 @@ def test_a_dataset_that_phases_spell_in_two_ways_is_one(
         config = DataConfig(
             blend=first, phases=phases, sequence_length=16, order="stream", shuffle_lanes=48
         )
-        orders.append(StreamSource(config, "train", BATCH))
+        orders.append(open_source(config, "train", BATCH))
     one, other = (source.locate(np.arange(300)) for source in orders)
     assert len(orders[0].files) == 2
     for name in ("dataset", "file", "start", "stop"):

@@ -20,6 +20,7 @@ from streammega import (
 )
 from streammega.errors import CacheError, ConfigError, FormatError
 from streammega.samples.build import build_split
+from streammega.samples.segments import split_data
 from tests.support.builders import write_dataset, write_random_pair
 from tests.support.kept_files import CHECKSUM_BYTES, save_kept, write_kept
 from tests.support.processes import launch
@@ -146,8 +147,10 @@ def test_more_sequences_than_the_megatron_order_can_number_are_refused(config: D
         def __len__(self) -> int:
             return 2**31 + 1
 
+    data = split_data(config, "train")
+    opened: Any = {data.prefixes[0]: Many()}
     with pytest.raises(ConfigError, match=r"2,147,483,649 sequences.*order='stream'"):
-        build_split(config, "train", 10, {str((config.blend or [""])[0]): Many()})  # type: ignore[dict-item]
+        build_split(config, data, 10, opened)
 
 
 def test_an_idx_whose_lengths_are_negative_makes_no_tar(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.extents import Extents
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_order import StreamOrder, default_block_bytes, default_lanes
-from streammega.samples.stream_source import StreamSource
+from streammega.samples.open import open_source
 from tests.order.test_phases import chain_of, golden_order
 from tests.support.builders import write_random_pair
 from tests.support.servers import http_server
@@ -440,7 +440,7 @@ def test_every_rank_count_and_micro_batch_sees_the_same_stream(shards: str, tmp_
 
 def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) -> None:
     config = stream_config(shards, tmp_path, split="80,20,0")
-    source = StreamSource(config, "valid", 8)
+    source = open_source(config, "valid", 8)
     raw = [np.fromfile(f"{shards}/shard-{n}.bin", np.uint16) for n in range(7)]
     lengths = [IndexedDataset(f"{shards}/shard-{n}").sequence_lengths.tolist() for n in range(7)]
     every = [length for shard in lengths for length in shard]
@@ -873,7 +873,7 @@ def test_weights_to_come_may_be_changed_at_a_resume_and_those_of_the_past_not(
 
     phase = PhaseConfig(first_sample=480, blend=blend(0.5, 0.5))
     config = stream_config([f"{shards}/shard-0"], tmp_path, phases=[phase])
-    source = StreamSource(config, "train", 24)
+    source = open_source(config, "train", 24)
     dataset = source.locate(np.arange(960)).dataset
     assert set(dataset[:480].tolist()) == {0}
     assert set(dataset[480:].tolist()) == {0, 1}
