@@ -237,10 +237,6 @@ class MicroSteps:
             raise StateError(f"sample {consumed} is not within the {some} samples of {self.split}")
         check_resume(self.schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
 
-    def resumed(self, consumed: int, offset: int) -> MicroSteps:
-        """The micro-steps of a run that continues at `consumed`, `offset` samples into a global batch."""
-        return replace(self, schedule=self.schedule.resumed(consumed, offset))
-
     def check_ahead(self, consumed: int) -> None:
         """Raise StateError if the resumed steps do not fit the data after `consumed`.
 

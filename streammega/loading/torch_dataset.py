@@ -316,7 +316,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         Raises StateError for a state of another order, and then changes nothing.
         """
         saved = parse_state(state)
-        steps = self.steps.with_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
+        steps = self.steps.with_lanes(saved.lanes).from_origin(saved.consumed - saved.offset)
         identity = steps.samples.identity(saved.consumed)
         data = split_data(steps.config, steps.split)
         saved.check(identity, data.names_in_identity())

@@ -136,12 +136,6 @@ class TrainingSchedule:
                     f"{first_sample - before + size}"
                 )
 
-    def resumed(self, consumed: int, offset: int) -> TrainingSchedule:
-        """The schedule of a run that resumes at `consumed`, `offset` samples into a
-        global batch.
-        """
-        return replace(self, origin=consumed - offset)
-
     @cached_property
     def _from_zero(self) -> TrainingSchedule:
         """The schedule of a run that began at sample 0."""

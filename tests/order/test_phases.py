@@ -540,13 +540,13 @@ def test_a_batch_size_holds_from_its_phase_on() -> None:
     assert [schedule.size_at(at) for at in (0, 63, 64, 127, 128)] == [8, 8, 16, 16, 4]
     assert schedule.samples_after(10) == 96
     schedule.check(2, 0, 2)
-    resumed = schedule.resumed(72, 8)  # a step of 16 began at 64
+    resumed = replace(schedule, origin=64)  # a step of 16 began at 64
     assert resumed.stages == [(64, 16), (128, 4)]
     assert (resumed.offset_at(72), resumed.offset_at(30), resumed.size_at(30)) == (8, 6, 8)
 
 
 def test_steps_before_a_resume_have_the_size_of_their_phase() -> None:
-    resumed = schedule_of(8, None, [(40, 12)]).resumed(52, 0)
+    resumed = replace(schedule_of(8, None, [(40, 12)]), origin=52)
     assert [resumed.offset_at(at) for at in (10, 30)] == [2, 6]
     assert [resumed.size_at(at) for at in (39, 40)] == [8, 12]
 

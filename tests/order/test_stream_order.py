@@ -827,7 +827,7 @@ def test_ramp_up_is_that_of_megatrons_calculator(
         calculator.update(consumed, consistency_check=True)
         expected = calculator.current_global_batch_size
         assert schedule.size_at(consumed) == expected, consumed
-        assert schedule.resumed(consumed, 0).size_at(consumed) == expected
+        assert replace(schedule, origin=consumed).size_at(consumed) == expected
         assert schedule.offset_at(consumed) == 0
         assert schedule.offset_at(consumed + expected - 1) == expected - 1
         consumed += expected
