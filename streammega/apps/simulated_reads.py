@@ -31,7 +31,7 @@ from streammega.loading.read_plan import plan_reading
 from streammega.loading.stats import Stats
 from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.shuffling import shuffle_figures
-from streammega.storage.fetch.buffer_pool import BufferPool, rounded
+from streammega.storage.fetch.buffer_pool import BufferPool
 from streammega.storage.fetch.flow_control import FlowControl
 from streammega.storage.fetch.requests import FetchGroup, RangeRequest
 from streammega.storage.open import is_remote, register_scheme
@@ -416,7 +416,6 @@ class _VirtualFetcher:
         self.now = 0.0
         self.pool = BufferPool(storage.memory_bytes)
         self.flow = FlowControl(storage)
-        self.unadmitted_bytes = 0
         self.sent: list[tuple[float, int, int]] = []
         """Each request: when it was sent, its bytes, and its dataset."""
         self.ready_at: dict[int, float] = {}
@@ -432,16 +431,20 @@ class _VirtualFetcher:
         self._request_at = 0.0
         """When the next request may be sent."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a group waits for memory."""
+        return bool(self._unadmitted)
+
     def submit(self, groups: Sequence[FetchGroup]) -> None:
         """Queue groups, in order of need."""
         self._unadmitted.extend(groups)
-        self.unadmitted_bytes += sum(group.size for group in groups)
         self._admit(self.now)
 
     def release(self, groups: Sequence[FetchGroup]) -> None:
         """Free their memory."""
-        self.pool.in_use -= sum(rounded(group.size) for group in groups)
         for group in groups:
+            group.release()
             self.ready_at.pop(id(group), None)
         self._admit(self.now)
 
@@ -469,8 +472,7 @@ class _VirtualFetcher:
     def _admit(self, now: float) -> None:
         while self._unadmitted and self.pool.has_room(self._unadmitted[0].size):
             group = self._unadmitted.popleft()
-            self.unadmitted_bytes -= group.size
-            self.pool.reserve(group.size)
+            group.reserve(self.pool)
             self._queue.extend(group.take_requests())
         self._send(now)
 

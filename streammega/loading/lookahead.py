@@ -100,7 +100,7 @@ class Lookahead:
         """
         while not self.exhausted:
             # another plan would start no read
-            no_more_reads = self._fetcher is None or self._fetcher.unadmitted_bytes > 0
+            no_more_reads = self._fetcher is None or self._fetcher.is_full
             if self._groups and (no_more_reads or self.has_enough_planned):
                 return
             self.plan_window()

@@ -35,6 +35,7 @@ from streammega.storage.fetch.flow_control import (
     OVERTAKERS,
 )
 from streammega.storage.fetch.requests import (
+    Answer,
     Counters,
     FetchGroup,
     RangeRequest,
@@ -153,9 +154,9 @@ def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of
         stores.append(DerivedStore(local, info, read_frames(local, info)))
     sizes = []
 
-    def noting(job: list[RangeRequest]) -> None:
+    def noting(job: list[RangeRequest]) -> Answer:
         sizes.append(len(job))
-        send(job)
+        return send(job)
 
     monkeypatch.setattr(fetcher, "send", noting)
 

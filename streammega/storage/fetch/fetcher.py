@@ -1,8 +1,8 @@
 """Range requests in flight: in order of need, within limits, retried and hedged.
 
 A fetch group is one buffer and the requests that fill it. Groups are admitted in the order of their
-submission, while there is memory, and their requests are sent in that order too. Threads wait in the
-transport, without the GIL. There are as many threads as batches were ever in flight at once.
+submission, while there is memory, and their requests are sent in that order too, in batches. Threads
+wait in the transport, without the GIL. There are as many as batches were ever in flight at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from streammega.errors.logs import get_logger
 from streammega.storage import retry
 from streammega.storage.cache.page_cache import CachedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
-from streammega.storage.fetch.flow_control import FEW_LATE, MAX_COPIES, FlowControl, can_hedge
+from streammega.storage.fetch.flow_control import (
+    FEW_LATE,
+    HEDGE_AFTER,
+    MAX_COPIES,
+    FlowControl,
+    can_hedge,
+)
 from streammega.storage.fetch.requests import (
+    Answer,
     Counters,
     FetchGroup,
     RangeRequest,
@@ -32,7 +39,7 @@ from streammega.storage.fetch.requests import (
     send,
 )
 from streammega.storage.fork_lock import process_lock
-from streammega.storage.retry import RetryPolicy, take_refusals
+from streammega.storage.retry import RetryPolicy
 from streammega.storage.warn_once import warn_once
 
 log = get_logger(__name__)
@@ -43,7 +50,7 @@ HEDGE_SECONDS = 0.02
 CLOSE_TIMEOUT = 5.0
 """Seconds that `close` waits for requests in flight. Slower threads end later, by themselves."""
 MIN_WAIT = 0.001
-"""Least seconds that a thread waits for the next event, so that others get the lock."""
+"""Least seconds that the clock waits, so that others get the lock."""
 
 
 class Fetcher:
@@ -51,6 +58,17 @@ class Fetcher:
     frees their memory, `close` ends everything.
 
     One thread at a time may wait.
+
+    One lock guards all state. Each change of it, by a caller, an answer or the clock, ends with
+    `_advance`, which does all that the change makes possible. Who waits for what:
+
+        | thread                | waits for                                    | woken by               |
+        |-----------------------|----------------------------------------------|------------------------|
+        | `streammega-read`     | a batch to send                              | `_advance`, one thread |
+        |                       |                                              | for each batch         |
+        | `streammega-clock`    | the end of a pause, the pace, the next search| `_advance`, if it is   |
+        |                       | for stragglers                               | sooner than before     |
+        | the caller of `wait`  | a group                                      | `_complete`            |
 
     Args: max_threads: threads that send at once; None: as many as requests may be in flight.
     """
@@ -62,22 +80,22 @@ class Fetcher:
         self.pool = BufferPool(config.memory_bytes if budget is None else budget)
         self.counters = Counters()
         self.flow = FlowControl(config)
-        self.unadmitted_bytes = 0
         self._max_threads = max_threads or config.max_concurrent_requests
         self._policy = RetryPolicy.of(config)
-        # The lock guards all of the state below. Sending threads wait for `_work`, the caller of
-        # `wait` for `_ready`: so neither is woken for the other.
         self._lock = process_lock()
-        self._work = threading.Condition(self._lock)
-        self._ready = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)  # of the threads that send
+        self._time = threading.Condition(self._lock)  # of the clock
+        self._ready = threading.Condition(self._lock)  # of the caller of `wait`
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._idle = 0  # threads that send nothing now
-        self._looking = 0  # of these, the ones that are about to look for work
+        self._clock: threading.Thread | None = None
+        self._wake_at = math.inf  # when the clock wakes
         self._unadmitted: deque[FetchGroup] = deque()
         self._serial = 0  # of the request that was admitted last
         self._first_failed = math.inf  # the least serial that failed: later ones are not needed
         self._queue = RequestQueue()
+        self._batches: deque[list[RangeRequest]] = deque()  # for threads that are about to wake
+        self._busy = 0  # threads that have a batch, or will take one of `_batches`
         # By id, in the order that they were sent, so that hedging looks at the oldest first.
         self._in_flight: dict[int, RangeRequest] = {}
         self._missing = 0  # groups that are waited for
@@ -88,8 +106,7 @@ class Fetcher:
         """Queue groups, in order of need. None of them may be larger than the budget."""
         with self._lock:
             self._unadmitted.extend(groups)
-            self.unadmitted_bytes += sum(group.size for group in groups)
-            self._admit()
+            self._advance()
 
     def wait(self, groups: Sequence[FetchGroup]) -> None:
         """Return when all of them are filled. Raises the error that one of them ended with."""
@@ -103,8 +120,7 @@ class Fetcher:
                 while self._missing and not any(group.error for group in groups):
                     if self._closed:
                         raise StorageError("the loader was closed while a batch was awaited")
-                    self._hedge()
-                    self._ready.wait(HEDGE_SECONDS)
+                    self._ready.wait(retry.WARN_EVERY_S)
                     if time.monotonic() - began >= retry.WARN_EVERY_S:
                         self._warn_of_wait(time.monotonic() - began)
             finally:  # also after Ctrl-C: the next call counts its own groups only
@@ -130,9 +146,8 @@ class Fetcher:
         """Free their memory, as soon as no request in flight writes to it."""
         with self._lock:
             for group in groups:
-                group.released = True
-                self._free(group)
-            self._admit()
+                group.release()
+            self._advance()
 
     def close(self) -> None:
         """End all threads. Those in a request end with it, and are waited for a few seconds."""
@@ -142,9 +157,11 @@ class Fetcher:
                 group.take_requests()
             self._unadmitted.clear()
             self._queue.clear()
-            self._work.notify_all()
-            self._ready.notify_all()
-            threads = list(self._threads)
+            self._batches.clear()
+            self._in_flight.clear()
+            for condition in (self._work, self._time, self._ready):
+                condition.notify_all()
+            threads = [*self._threads, *([self._clock] if self._clock else [])]
         deadline = time.monotonic() + min(CLOSE_TIMEOUT, self.config.tuning.read_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
@@ -152,11 +169,38 @@ class Fetcher:
         self.pool.clear()
 
     @property
+    def is_full(self) -> bool:
+        """Whether a group waits for memory."""
+        return bool(self._unadmitted)
+
+    @property
     def depth(self) -> tuple[int, int, int]:
         """(requests in flight, requests queued or paused, bytes of memory in use)."""
         return self.flow.requests, len(self._queue), self.pool.in_use
 
     # Everything below runs under the lock, but for `send`.
+
+    def _advance(self, *, is_sender: bool = False) -> None:
+        """Admit groups and hand batches to threads, as far as memory and flow control allow it now.
+
+        All threads are woken at once. If each woke the next one, each would wait for the GIL after
+        the other. is_sender: the calling thread takes a batch next, so it needs none to wake.
+        """
+        if self._closed:
+            return
+        now = time.monotonic()
+        self._admit()
+        self._queue.resume(now)
+        added = 0
+        while self._can_send(now):
+            if self._busy == len(self._threads):
+                self._start_thread()
+                break
+            self._batches.append(self._next_batch(now))
+            self._busy += 1
+            added += 1
+        self._work.notify(added - is_sender)
+        self._set_clock(now)
 
     def _admit(self) -> None:
         """Reserve memory for groups in the order submitted, and queue their requests.
@@ -168,86 +212,31 @@ class Fetcher:
             if not group.released and not self.pool.has_room(group.size):
                 break
             self._unadmitted.popleft()
-            self.unadmitted_bytes -= group.size
             requests = group.take_requests()
             if group.released:
                 continue
-            group.takes_memory = True
-            group.pool = self.pool
-            self.pool.reserve(group.size)
+            group.reserve(self.pool)
             for request in requests:
                 self._serial += 1
                 request.serial = self._serial
                 self._queue.push(request)
-        self._wake()
 
-    # Threads
+    def _can_send(self, now: float) -> bool:
+        """Whether a batch may be sent now."""
+        first = self._first_wanted()
+        if first is None:
+            return False
+        count = 1
+        # A further copy, and what failed before, goes alone.
+        if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
+            count = self.flow.full_batch(first.size, self._queue.waiting)
+        return self.flow.can_send(first.size, now, count)
 
-    def _wake(self) -> None:
-        """Have as many threads look for work as there are batches to send, or one wait for the next
-        event, if there is any.
-
-        All are woken at once. If each woke the next one, each would wait for the GIL after the other.
-        """
-        if self._closed:
-            return
-        first = self._queue.first()
-        batches = 0 if first is None else self._startable_batches(first, time.monotonic())
-        if batches == 0 and self._next_event() is not None:
-            batches = 1
-        missing = batches - self._looking
-        if missing <= 0:
-            return
-        waiting = self._idle - self._looking
-        if waiting:
-            self._looking += min(missing, waiting)
-            self._work.notify(missing)
-        elif len(self._threads) < self._max_threads:
-            # One now: when it has found work, it starts the next one.
-            # A daemon: a request that hangs must not delay the end of the program.
-            thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
-            self._threads.append(thread)
-            self._idle += 1
-            self._looking += 1
-            thread.start()
-
-    def _run(self) -> None:
-        """What a thread does until the fetcher is closed."""
-        with self._lock:
-            while not self._closed:
-                batch = self._next_batch()
-                # A thread whose wait has ended by itself was not counted.
-                self._looking = max(0, self._looking - 1)
-                if batch:
-                    self._execute(batch)
-                    continue
-                next_event = self._next_event()
-                if next_event is None:
-                    self._work.wait()
-                else:
-                    self._work.wait(max(MIN_WAIT, next_event - time.monotonic()))
-
-    def _next_event(self) -> float | None:
-        """When a thread must look for work without being woken: at the end of the first pause, or
-        when the pace allows the next request.
-        """
-        next_resume = self._queue.next_resume
-        if self.flow.pace.interval and self._queue.waiting:
-            return min(self.flow.pace.next_at, next_resume or math.inf)
-        return next_resume
-
-    def _next_batch(self) -> list[RangeRequest]:
-        """The requests to send now: none, one, or several small ones that go out together."""
-        now = time.monotonic()
-        self._queue.resume(now)
+    def _next_batch(self, now: float) -> list[RangeRequest]:
+        """The requests to send now: one, or several small ones that go out together."""
         batch: list[RangeRequest] = []
         batch_bytes = 0
-        while True:
-            request = self._drop_unwanted()
-            if request is None:
-                break
-            if not batch and not self._startable_batches(request, now):
-                break
+        while (request := self._first_wanted()) is not None:
             if batch and not (
                 len(batch) < self.flow.batch_requests(batch[0].size_class)
                 and can_batch(batch[0], request, batch_bytes)
@@ -255,25 +244,13 @@ class Fetcher:
             ):
                 break
             self._queue.pop()
-            self._start(request, now)
+            self._start_copy(request, now)
             batch.append(request)
             batch_bytes += request.size
-        if batch:
-            self.flow.pace.sent(now)
+        self.flow.pace.sent(now)
         return batch
 
-    def _startable_batches(self, first: RangeRequest, now: float) -> int:
-        """How many batches may be sent now, if the requests behind `first` are like it."""
-        queued = self._queue.waiting
-        count = 1
-        # A further copy, and what failed before, goes alone.
-        if first.copies == 0 and first.failures == 0 and self.flow.requests > 0:
-            count = self.flow.full_batch(first.size, queued)
-        if not self.flow.can_send(first.size, now, count):
-            return 0
-        return max(1, min(self.flow.room(first.size), queued) // count)
-
-    def _drop_unwanted(self) -> RangeRequest | None:
+    def _first_wanted(self) -> RangeRequest | None:
         """The first request of the queue that is still wanted. Those before it are dropped."""
         while True:
             request = self._queue.first()
@@ -285,12 +262,12 @@ class Fetcher:
             self._queue.pop()
             self._end_copy(request)
 
-    def _start(self, request: RangeRequest, now: float) -> None:
+    def _start_copy(self, request: RangeRequest, now: float) -> None:
         """A copy of a request is about to be sent."""
         # A further copy was counted when it was queued.
         if request.copies == 0:
             request.copies = 1
-            request.sent_at = now
+            request.sent_at = math.inf
             self._in_flight[id(request)] = request
         if not request.first_sent_at:
             request.first_sent_at = now
@@ -305,26 +282,41 @@ class Fetcher:
         if request.copies == 0:
             self._in_flight.pop(id(request), None)
 
-    def _execute(self, batch: list[RangeRequest]) -> None:
-        """Send requests together, outside of the lock, and note how they ended."""
-        self._idle -= 1
-        self._wake()
-        # A request that was just taken from the queue has another copy only if that is in flight.
-        further_copies = {id(request) for request in batch if request.copies > 1}
-        error: BaseException | None = None
-        self._lock.release()
-        # Measured without the wait for the lock: that is no latency of the storage.
-        began = time.monotonic()
-        try:
-            send(batch)
-        except BaseException as caught:  # raised by `wait`, not in this thread
-            error = caught
-        finally:
-            seconds = time.monotonic() - began
-            refusals = take_refusals()  # that the store outlived
-            self._lock.acquire()
-        self._idle += 1
-        self._looking += 1
+    # Threads
+
+    def _start_thread(self) -> None:
+        """Start a thread, unless there are enough. It takes a batch, then starts the next one: what
+        is still queued by then may go out in larger batches.
+        """
+        if len(self._threads) < self._max_threads:
+            # A daemon: a request that hangs must not delay the end of the program.
+            thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        """What a thread does until the fetcher is closed."""
+        answer: Answer | None = None
+        while True:
+            # An answer is noted and the next batch taken in one go: each time that a thread takes the
+            # lock, it may have to wait for others.
+            with self._lock:
+                if answer is not None:
+                    self._finish(answer)
+                    answer = None  # else its memory would stay while the thread waits
+                self._advance(is_sender=True)
+                while not self._batches and not self._closed:
+                    self._work.wait()
+                if self._closed:
+                    return
+                batch = self._batches.popleft()
+            answer = send(batch)
+            del batch
+
+    def _finish(self, answer: Answer) -> None:
+        """Note how a batch ended."""
+        batch, began, seconds, error, refusals = answer
+        self._busy -= 1
         is_refusal = isinstance(error, StorageError) and error.throttled
         if is_refusal or refusals:
             self.counters.throttled += len(batch) if is_refusal else refusals
@@ -335,18 +327,51 @@ class Fetcher:
             size_class = batch[0].size_class
             self.flow.answered(size_class, len(batch), seconds, sent_at=began, is_cached=is_cached)
         for request in batch:
+            # The first copy began when the request was sent, further ones later.
+            is_further = request.sent_at < began
             self.flow.finished(request.size)
-            request.group.busy -= 1
             self._end_copy(request)
             if error is None:
-                self._succeeded(request, is_further=id(request) in further_copies)
+                self._succeeded(request, is_further=is_further)
             elif not request.done and not request.group.released:
                 self._failed(request, error, alone=len(batch) == 1, is_refusal=is_refusal)
-            if request.group.released:
-                self._free(request.group)
-                self._admit()
-        if time.monotonic() - self._hedged_at >= HEDGE_SECONDS:
-            self._hedge()
+            request.group.end_copy()
+
+    def _set_clock(self, now: float) -> None:
+        """Have the clock wake at the next event, if that is sooner than it will."""
+        events = [self._queue.next_resume]
+        pace = self.flow.pace
+        if pace.interval and self._queue.waiting and pace.next_at > now:  # else it waits for room
+            events.append(pace.next_at)
+        if self._in_flight and self._may_hedge:
+            events.append(self._hedged_at + HEDGE_SECONDS)
+        wake_at = max(now + MIN_WAIT, min(events))
+        if wake_at >= self._wake_at:
+            return
+        self._wake_at = wake_at
+        self._time.notify()
+        if self._clock is None:
+            name = "streammega-clock"
+            self._clock = threading.Thread(target=self._keep_time, name=name, daemon=True)
+            self._clock.start()
+
+    @property
+    def _may_hedge(self) -> bool:
+        """Whether a request may be known as a straggler."""
+        enough = len(self.counters.latencies) >= HEDGE_AFTER
+        return enough and self.config.tuning.hedge_requests and not self.flow.pace.interval
+
+    def _keep_time(self) -> None:
+        """What the clock does until the fetcher is closed."""
+        with self._lock:
+            while not self._closed:
+                seconds = self._wake_at - time.monotonic()
+                if seconds > 0:
+                    self._time.wait(seconds if seconds < math.inf else None)
+                    continue
+                self._wake_at = math.inf
+                self._hedge()
+                self._advance()
 
     # How requests end
 
@@ -366,7 +391,7 @@ class Fetcher:
     def _failed(
         self, request: RangeRequest, error: BaseException, *, alone: bool, is_refusal: bool
     ) -> None:
-        """Send a request again, at once or after a pause, or fail its group."""
+        """Queue a request again, at once or after a pause, or fail its group."""
         if request.copies > 0:
             return  # its other copy decides
         if not alone:
@@ -375,7 +400,6 @@ class Fetcher:
             request.failures = max(request.failures, 1)
             self.counters.retries += 1
             self._queue.push(request)
-            self._wake()
             return
         now = time.monotonic()
         elapsed = now - request.first_sent_at
@@ -396,7 +420,6 @@ class Fetcher:
             # be sent after later ones.
             pause = min(pause, self.flow.pace.interval)
         self._queue.pause(request, now + pause)
-        self._wake()
 
     def _complete(self, group: FetchGroup) -> None:
         """Waiting for this group is over. Wakes the caller of `wait` after the last one."""
@@ -405,21 +428,13 @@ class Fetcher:
         group.awaited = False
         self._missing -= 1
         if self._missing == 0 or group.error is not None:
-            self._ready.notify_all()
-
-    def _free(self, group: FetchGroup) -> None:
-        # Copies in flight would write to what the buffer is used for next.
-        if group.busy > 0 or not group.takes_memory:
-            return
-        group.takes_memory = False
-        self.pool.free(group.size, group.buffer)
-        group.buffer = None
+            self._ready.notify()
 
     def _hedge(self) -> None:
-        """Send another copy of requests that take longer than nearly all of their size did."""
+        """Queue another copy of requests that take longer than nearly all of their size did."""
         now = time.monotonic()
         self._hedged_at = now
-        if not self.config.tuning.hedge_requests or self.flow.pace.interval:
+        if not self._may_hedge:
             return
         counters = self.counters
         straggler_seconds = self.flow.latencies.straggler_seconds()
@@ -439,7 +454,6 @@ class Fetcher:
             request.copies += 1
             self._queue.push_hedge(request, counters.hedges)
             self.flow.straggled(request.size_class)
-            self._wake()
 
 
 @atexit.register

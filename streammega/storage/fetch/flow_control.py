@@ -199,13 +199,6 @@ class FlowControl:
         alone = self.requests == 0 and count == 1
         return alone or self.bytes + count * size <= self.max_bytes
 
-    def room(self, size: int) -> int:
-        """How many requests of `size` bytes there is room for."""
-        if self.pace.interval:
-            return 1
-        requests = math.ceil(self.window) - self.requests
-        return min(requests, (self.max_bytes - self.bytes) // max(1, size))
-
     def batch_requests(self, size_class: int) -> int:
         """How many small requests may go out together."""
         is_first = not self._answers and self.requests < FIRST_ALONE

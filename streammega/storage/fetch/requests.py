@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from streammega.storage.cache.page_cache import MIN_PAGED_BYTES, CachedStore
 from streammega.storage.derived_stores import DerivedStore
 from streammega.storage.fetch.buffer_pool import BufferPool
 from streammega.storage.fetch.flow_control import BATCH_BYTES, size_class_of
+from streammega.storage.retry import take_refusals
 from streammega.storage.store import Bytes, Store
 
 
@@ -22,7 +26,7 @@ class RangeRequest:
     |-----------|----------|--------|----------------------------------|-------------------------------|
     | queued    | 0        | no     | the queue, by `serial`           | in flight; dropped if it is   |
     |           |          |        |                                  | not wanted any more           |
-    | in flight | 1        | no     | `Fetcher._in_flight`             | done; hedged; after an error  |
+    | in flight | 1        | no     | `Fetcher._in_flight`, in a batch | done; hedged; after an error  |
     |           |          |        |                                  | queued, paused or failed      |
     | hedged    | 2 or 3   | no     | `Fetcher._in_flight`; a further  | done by the copy that is first|
     |           |          |        | copy in the queue until it is    | answered; in flight when the  |
@@ -52,7 +56,9 @@ class RangeRequest:
     first_sent_at: float = field(init=False, default=0.0)
     """When it was sent first: how long it has failed counts from there."""
     sent_at: float = field(init=False, default=0.0)
-    """When it was sent last: whether it is a straggler counts from there."""
+    """When its first copy was sent last: whether it is a straggler counts from there. inf between the
+    choice of a batch and its sending by a thread, which waits for the GIL.
+    """
 
     def __post_init__(self) -> None:
         self.size = self.stop - self.start
@@ -67,6 +73,9 @@ class RangeRequest:
 class FetchGroup:
     """A buffer of `size` bytes and the requests that fill it.
 
+    It takes memory of a pool from `reserve` until its reader has released it and no copy of a request
+    is in flight, which might still write to the buffer: then it frees itself.
+
     Args: slot: a number for the caller's use.
     """
 
@@ -76,27 +85,30 @@ class FetchGroup:
         self.missing = len(requests)
         """Requests that are not done."""
         self.busy = 0
-        """Copies in flight, which may still write to the buffer."""
+        """Copies in flight."""
         self.awaited = False
         """Whether `Fetcher.wait` waits for it."""
         self.released = False
-        self.takes_memory = False
-        """Whether it was admitted and its memory was not freed."""
-        self.pool: BufferPool | None = None
-        """Has memory for it, since it was admitted."""
+        """Whether its reader gave it up."""
         self.buffer: Bytes | None = None
         """None until the first answer arrives, and after its memory was freed."""
         self.error: BaseException | None = None
+        self._pool: BufferPool | None = None  # as long as it takes memory
         self._requests: Sequence[RangeRequest] = requests
         for request in requests:
             request.group = self
 
+    def reserve(self, pool: BufferPool) -> None:
+        """Count its bytes as in use. The caller checked that the pool has room."""
+        pool.reserve(self.size)
+        self._pool = pool
+
     def take_buffer(self) -> Bytes:
         """Take its buffer from the pool, unless another request has done so."""
-        assert self.pool is not None
-        with self.pool.lock:
+        assert self._pool is not None
+        with self._pool.lock:
             if self.buffer is None:
-                self.buffer = self.pool.take(self.size)
+                self.buffer = self._pool.take(self.size)
             return self.buffer
 
     def take_requests(self) -> Sequence[RangeRequest]:
@@ -106,6 +118,22 @@ class FetchGroup:
         requests = self._requests
         self._requests = ()
         return requests
+
+    def release(self) -> None:
+        """Its reader needs it no more."""
+        self.released = True
+        self._free_unused()
+
+    def end_copy(self) -> None:
+        """A copy in flight has ended."""
+        self.busy -= 1
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        if self.released and self.busy == 0 and self._pool is not None:
+            self._pool.free(self.size, self.buffer)
+            self._pool = None
+            self.buffer = None
 
     @property
     def ready(self) -> bool:
@@ -160,9 +188,9 @@ class RequestQueue:
             self.push(heapq.heappop(self._paused)[2])
 
     @property
-    def next_resume(self) -> float | None:
-        """When the first pause ends; None if there is no pause."""
-        return self._paused[0][0] if self._paused else None
+    def next_resume(self) -> float:
+        """When the first pause ends; inf if there is no pause."""
+        return self._paused[0][0] if self._paused else math.inf
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -193,18 +221,38 @@ class Counters:
     """Seconds of the latest answers: enough of them for a steady percentile."""
 
 
-def send(batch: list[RangeRequest]) -> None:
+class Answer(NamedTuple):
+    """How a batch ended."""
+
+    batch: list[RangeRequest]
+    began: float
+    """When it was sent."""
+    seconds: float
+    error: BaseException | None
+    """None if all bytes are in the buffers."""
+    refusals: int
+    """Refusals (429, 503) that the store outlived."""
+
+
+def send(batch: list[RangeRequest]) -> Answer:
     """Read the bytes of a batch into the buffers of its groups. Blocks, so it is called without a
-    lock.
+    lock: a wait for one is no latency of the storage.
     """
+    began = time.monotonic()
     by_object = defaultdict(list)
     for request in batch:
+        request.sent_at = min(request.sent_at, began)
         by_object[id(request.store), request.key, request.etag].append(request)
-    for (_, key, etag), requests in by_object.items():
-        store = requests[0].store
-        spans = [(request.start, request.stop) for request in requests]
-        # an iterator: a buffer is taken when the answer is there
-        store.fetch_into(key, spans, (request.out for request in requests), etag)
+    error: BaseException | None = None
+    try:
+        for (_, key, etag), requests in by_object.items():
+            store = requests[0].store
+            spans = [(request.start, request.stop) for request in requests]
+            # an iterator: a buffer is taken when the answer is there
+            store.fetch_into(key, spans, (request.out for request in requests), etag)
+    except BaseException as caught:  # raised by `Fetcher.wait`, not in this thread
+        error = caught
+    return Answer(batch, began, time.monotonic() - began, error, take_refusals())
 
 
 def can_batch(first: RangeRequest, request: RangeRequest, batch_bytes: int) -> bool:
