@@ -95,6 +95,11 @@ class DeviceFields(FieldInputs):
         return _cu_seqlens(self._document_begin, self._max_documents)
 
     @property
+    def dataset_id(self) -> Tensor | None:
+        """int64 [samples]."""
+        return self.samples.dataset_id
+
+    @property
     def max_seqlen(self) -> None:
         """Ids do not tell sequences."""
 

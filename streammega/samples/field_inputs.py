@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,9 +60,16 @@ class Samples(NamedTuple):
         return sum(array.nbytes for array in (self.ids, self.valid, *self.columns.values()))
 
 
-class FieldInputs(ABC):
-    """What fields are made of, on the host or on a device. Fields are made by the attributes of the
-    same names, [rows, S] where nothing else is said.
+class FieldInputs:
+    """What fields are made of, on the host (`HostFields`) or on a device (`DeviceFields`). Both have the
+    fields as attributes, made when they are asked for:
+
+    tokens, labels: int64 [rows, S], 0 in place of padding. loss_mask: float32 [rows, S]; 0 where there is
+    no loss, for the label is padding or has none, or with eod_mask_loss comes after eod_id.
+    position_ids: int64 [rows, S], counted from the first token of the sample, or of the document.
+    cu_seqlens: int32 [rows, most documents + 1], a list of those of micro-batches, or None. max_seqlen:
+    int32 [rows], or None where sequences are unknown. attention_mask: bool [rows, 1, S, S], True where
+    attention is forbidden. dataset_id: int64 [samples], or None.
 
     starts: the token of its sample at which each row begins, for the rows of one sample in their order.
     """
@@ -74,48 +80,6 @@ class FieldInputs(ABC):
         self.samples = samples
         self.config = config
         self.starts = starts
-
-    @property
-    @abstractmethod
-    def tokens(self) -> Tensor:
-        """Ids, 0 in place of padding; int64."""
-
-    @property
-    @abstractmethod
-    def labels(self) -> Tensor:
-        """The id after each token, 0 in place of padding; int64."""
-
-    @property
-    @abstractmethod
-    def loss_mask(self) -> Tensor:
-        """0 where there is no loss: the label is padding or has none; with eod_mask_loss after eod_id."""
-
-    @property
-    @abstractmethod
-    def position_ids(self) -> Tensor:
-        """Counted from the sample's first token, or from that of each document; int64."""
-
-    @property
-    @abstractmethod
-    def cu_seqlens(self) -> Tensor | Sequence[Tensor] | None:
-        """Bounds of documents, int32 [rows, most documents + 1], of each micro-batch; None: there are
-        none.
-        """
-
-    @property
-    @abstractmethod
-    def max_seqlen(self) -> Tensor | None:
-        """Tokens of the longest sequence of each sample, int32 [rows]; None: sequences are unknown."""
-
-    @property
-    @abstractmethod
-    def attention_mask(self) -> Tensor:
-        """bool [rows, 1, S, S], True where attention is forbidden."""
-
-    @property
-    def dataset_id(self) -> Tensor | None:
-        """The number of each sample's dataset, int64 [samples]; None: unknown."""
-        return self.samples.dataset_id
 
 
 def make_fields(inputs: FieldInputs, names: Collection[str], batches: int = 1) -> list[Batch]:
