@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -92,10 +92,15 @@ class FieldsConfig:
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields that `fields` names, or all that these settings make, in their order. What batches of
-        a loader have by default, their data decides too: `samples.source.field_names`.
+        a loader have by default, their data decides too: `SegmentSource.field_names`.
         """
         wanted = self._made_fields() if self.fields is None else self.fields
         return tuple(name for name in FIELDS if name in wanted)
+
+    def alone(self) -> FieldsConfig:
+        """These settings without the others of a DataConfig, and without a choice of fields."""
+        wanted = {item.name: getattr(self, item.name) for item in fields(FieldsConfig)}
+        return FieldsConfig(**wanted | {"fields": None})
 
     @property
     def needs_whole_samples(self) -> bool:

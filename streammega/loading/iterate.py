@@ -55,7 +55,7 @@ def iterate_batches(
         )
         with closing(engine):
             if steps.split == "train" and steps.dp_rank == 0:
-                _warn_of_mixing(steps, first_sample)  # while the first bytes come
+                _warn_of_mixing(steps, first_sample)
             for consumed, batch in read(engine):
                 check()
                 yield consumed, batch, engine

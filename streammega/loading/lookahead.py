@@ -79,7 +79,7 @@ class Lookahead:
         self._window_batches = 1
         self._pace: float | None = None
         self._waited = 0.0
-        # Bytes of a micro-batch in the files. A reader that keeps some columns reads fewer.
+        # Bytes of a micro-batch in the files. A reader that keeps parts of samples reads fewer.
         self._batch_bytes = steps.micro_batch_size * (
             (steps.config.sequence_length + 1) * int(plan.table.itemsize.max())
         )

@@ -8,7 +8,7 @@ that the worker's program has changed is sent as it is, by torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,10 @@ class FieldsOfPhase:
     def of(cls, steps: MicroSteps) -> FieldsOfPhase:
         """Those of some micro-steps."""
         config = steps.config
-        # a message has no datasets, which may be many thousands
-        wanted = {field.name: getattr(config, field.name) for field in fields(FieldsConfig)}
         (segment,) = steps.samples.segments
         packed = segment.is_packed or not config.add_extra_token
-        return cls(FieldsConfig(**wanted | {"fields": None}), segment.field_names, packed)
+        # a message has no datasets, which may be many thousands
+        return cls(config.alone(), segment.field_names, packed)
 
     def inputs(self, samples: Samples) -> HostFields:
         """What the fields are made of. Raises FormatError for an id outside of the vocabulary."""

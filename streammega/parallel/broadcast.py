@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streammega.config import DataConfig
+from streammega.config import FieldsConfig
 from streammega.config.fields import FIELDS, FIRST, LAST, MIDDLE
 from streammega.errors import ConfigError, StreammegaError
 from streammega.loading import StreamLoader
@@ -60,8 +60,8 @@ class BatchSpec:
     all ranks of a tensor-parallel group. Phases may change the length.
     """
 
-    config: DataConfig
-    """The config with this sequence length."""
+    config: FieldsConfig
+    """Settings of fields with this sequence length."""
     bounds: Bounds
     """Tokens [start, stop) of each part of a sample that this rank keeps."""
     arrays: Mapping[str, Array]
@@ -83,7 +83,7 @@ class BatchSpec:
 
 
 def samples_of(raw: Batch) -> Samples:
-    """A micro-batch as ids: `ready.ids_batch` the other way round."""
+    """A micro-batch as ids: `ready.ids_batches` the other way round."""
     columns = {name: array for name, array in raw.items() if name in COLUMNS}
     return Samples(raw["ids"], raw["valid"], columns, raw.get("dataset_id"))
 
@@ -152,7 +152,7 @@ class BatchBroadcast:
         # The shape of cu_seqlens depends on the number of documents. A host that does not know it
         # would have to wait until the device has counted them.
         self._sends_counts = (
-            device.type != "cpu" and config.reset_attention_mask and has_cpu_backend(self._group)
+            device.type != "cpu" and "cu_seqlens" in self._fields and has_cpu_backend(self._group)
         )
         self.broadcast_bytes = 0
 
@@ -252,7 +252,7 @@ class BatchBroadcast:
                 array = arrays[name] = Array(size, shape, dtype)
                 size = -(-array.stop // ALIGNED) * ALIGNED
             self._specs[length] = BatchSpec(
-                config=config, bounds=bounds, arrays=arrays, message_size=size
+                config=config.alone(), bounds=bounds, arrays=arrays, message_size=size
             )
         return self._specs[length]
 
@@ -279,11 +279,11 @@ class BatchBroadcast:
         stream may still be read by work that is queued there.
         """
         if raw is not None:
-            # checked here, because the host would have to wait for a check on the device
-            pending.may_pad = scan_padding(raw["ids"].numpy(), pending.spec.config, self._fields)
-            if (raw["valid"].numpy() < raw["ids"].shape[1]).any():
-                check_mask_is_there(self._fields)
-                pending.may_pad = True
+            try:
+                with self._loader.dataset.steps.naming_datasets(pending.position):
+                    self._check(pending, raw)
+            except StreammegaError as error:
+                pending.error = error  # raised by `finish`: other ranks wait for the message
         with torch.cuda.stream(self._stream):
             message = self._make_message(pending.spec, raw).to(self._device, non_blocking=True)
             work = self._broadcast(message)
@@ -292,6 +292,13 @@ class BatchBroadcast:
             pending.batch = self._derive(pending, pending.spec.views(message), counts)
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()
+
+    def _check(self, pending: PendingBatch, raw: Batch) -> None:
+        """Check ids, and note whether some are padding: the host would have to wait for a device."""
+        pending.may_pad = scan_padding(raw["ids"].numpy(), pending.spec.config, self._fields)
+        if (raw["valid"].numpy() < raw["ids"].shape[1]).any():
+            check_mask_is_there(self._fields)
+            pending.may_pad = True
 
     def _make_message(self, spec: BatchSpec, raw: Batch | None) -> Tensor:
         """The message of a micro-batch; without one, an empty message to receive."""

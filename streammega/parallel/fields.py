@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streammega.config import DataConfig
+from streammega.config import FieldsConfig
 from streammega.config.fields import FIELDS
 from streammega.errors import ConfigError
 from streammega.samples.device_fields import NO_ID, DeviceFields
@@ -36,7 +36,9 @@ class DocumentCounts(NamedTuple):
     """Tokens of the longest document of all samples."""
 
 
-def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> DocumentCounts:
+def documents_of(
+    ids: Tensor, valid: Tensor, config: FieldsConfig, bounds: Bounds
+) -> DocumentCounts:
     """Count, on the host, the documents in ids [samples, S + 1] as the device will count them."""
     length = config.sequence_length
     tokens = ids[:, :length].numpy().astype(np.int64)
@@ -53,7 +55,7 @@ def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds)
 
 def rank_fields(
     samples: Samples,
-    config: DataConfig,
+    config: FieldsConfig,
     bounds: Bounds,
     *,
     names: Collection[str] | None = None,
@@ -88,7 +90,7 @@ def rank_fields(
     of_parts = [name for name in names if name not in of_whole]
     made = _made(
         samples if is_cut else _cut(samples, bounds),
-        replace(config, sequence_length=stop - start),
+        config if len(bounds) == 1 else replace(config, sequence_length=stop - start),
         of_parts,
         may_pad,
         documents.max_documents if documents and not of_whole else None,
@@ -107,7 +109,7 @@ def rank_fields(
 
 def _made(
     samples: Samples,
-    config: DataConfig,
+    config: FieldsConfig,
     names: Collection[str],
     may_pad: bool,
     max_documents: int | None,

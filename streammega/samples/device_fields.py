@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streammega.config import FieldsConfig
 from streammega.errors.cached_property import cached_property
-from streammega.samples.field_inputs import Batch, FieldInputs, Samples, make_fields
+from streammega.samples.field_inputs import FieldInputs, Samples
 
 NO_ID = -1
 """An eod_id or pad_id that equals no stored id: there is none."""
@@ -124,25 +124,6 @@ class DeviceFields(FieldInputs):
     @cached_property
     def _document_begin(self) -> Tensor:
         return _document_begins(self._position, self._ends_document)
-
-
-def device_fields(
-    ids: Tensor,
-    valid: Tensor,
-    config: FieldsConfig,
-    names: Sequence[str] | None = None,
-    *,
-    may_pad: bool = True,
-    max_documents: int | None = None,
-) -> Batch:
-    """What `batch_fields` makes, by torch on any device.
-
-    ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: integers [samples], ids of a row
-    that are not padding. names: of the fields; None: those of the config.
-    """
-    inputs = DeviceFields(Samples(ids, valid), config, may_pad=may_pad, max_documents=max_documents)
-    (batch,) = make_fields(inputs, config.field_names if names is None else names)
-    return batch
 
 
 def _document_begins(position: Tensor, ends_document: Tensor) -> Tensor:

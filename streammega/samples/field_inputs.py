@@ -91,8 +91,7 @@ def make_fields(inputs: FieldInputs, names: Collection[str], batches: int = 1) -
             made[name] = [value] if batches == 1 else value.chunk(batches)
         elif value is not None:
             made[name] = value
-    of_batches = zip(*made.values(), strict=True)
-    return [dict(zip(made, fields, strict=True)) for fields in of_batches]
+    return [{name: values[number] for name, values in made.items()} for number in range(batches)]
 
 
 def check_mask_is_there(names: Collection[str]) -> None:

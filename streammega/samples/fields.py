@@ -82,7 +82,7 @@ def fields_of_ids(
     """The same, of all that ids tell. names: of the fields; None: those of the config."""
     names = config.field_names if names is None else names
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
-        inputs: FieldInputs = _inputs_on_device(ids, valid, config, names)
+        inputs: FieldInputs = inputs_on_device(ids, valid, config, names)
     else:
         stored = _array(ids, "ids")
         _check_ids(
@@ -158,7 +158,7 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
 # --- ids from anywhere ---
 
 
-def _inputs_on_device(
+def inputs_on_device(
     ids: Tensor, valid: IdsLike | None, config: FieldsConfig, names: Sequence[str]
 ) -> DeviceFields:
     """What fields of ids on an accelerator are made of."""
@@ -177,7 +177,7 @@ def _inputs_on_device(
     pad = config.effective_pad_id
     if config.vocab_size is not None or (pad >= 0 and "loss_mask" not in names):
         is_valid = np.arange(width) < counts[:, None]
-        stored = np.where(is_valid, ids.cpu().numpy(), pad)
+        stored = np.where(is_valid, ids.cpu().numpy().astype(np.int64), pad)
         scan_padding(stored, config, names)
     return DeviceFields(Samples(ids, torch.from_numpy(counts).to(ids.device)), config)
 

@@ -28,9 +28,9 @@ from streammega import (
 from streammega.loading import buffers
 from streammega.loading.buffers import PinnedMemory, RecycledMemory, batch_memory
 from streammega.parallel import open_loader
-from streammega.samples.device_fields import device_fields
 from streammega.samples.host_fields import new_memory
 from tests.support.builders import write_dataset
+from tests.support.device_fields import device_fields
 from tests.support.pinned_blocks import Copy, PinnedBlocks
 
 EOD = 7

@@ -36,11 +36,11 @@ from streammega.parallel.broadcast import rank_device
 from streammega.parallel.fields import documents_of, rank_fields, split_cu_seqlens
 from streammega.parallel.groups import GROUPS
 from streammega.parallel.rank_batches import read_factor
-from streammega.samples.device_fields import device_fields
 from streammega.samples.field_inputs import Samples
 from streammega.samples.fields import Batch, batch_fields
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import FakeCuda
+from tests.support.device_fields import device_fields
 from tests.support.expected import checked_batch
 from tests.support.gang import Gang, on_ranks
 from tests.support.rank_programs import read_batches
@@ -301,6 +301,18 @@ def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> 
         np.testing.assert_array_equal(
             results[1]["batches"][1][name], results[0]["batches"][1][name]
         )
+
+
+def test_middle_stages_may_ask_for_positions_of_their_parts(gang: Gang, config: DataConfig) -> None:
+    """All of which need whole samples."""
+    config = replace(config, **documents(reset_position_ids=True))
+    layout = ParallelLayout(pp=3, cp=2)
+    results = gang.run(layout.world_size, read_batches, layout, config, SIZES, 2, 1, True)
+    for result in results:
+        at = result["at"]
+        for batch, whole in zip(result["batches"], expected(config, 0, 1, 2), strict=True):
+            assert "position_ids" in batch or at["pp"] == 2
+            check_parts(batch, whole, at, layout)
 
 
 @pytest.mark.guarantee("rankbatches-reads-ahead", "13-state-equal")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import streammega as sm
 from streammega.errors import ConfigError, FormatError
-from streammega.samples.device_fields import device_fields
+from streammega.samples.fields import inputs_on_device
 from tests.support.builders import write_dataset
+from tests.support.device_fields import device_fields
 
 EOD = 7
 DOCUMENTS: dict[str, Any] = {
@@ -254,3 +255,14 @@ def test_settings_of_fields_that_cannot_work_are_refused() -> None:
 def test_the_config_of_fields_needs_no_torch() -> None:
     code = "import sys, streammega; streammega.FieldsConfig(sequence_length=4); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unsigned_ids_of_a_device_are_checked_without_a_pad_id() -> None:
+    config = sm.FieldsConfig(sequence_length=2, vocab_size=10)
+    ids = torch.tensor([[1, 2, 9]]).to(torch.uint16)
+    short = torch.tensor([2])
+    assert inputs_on_device(ids, short, config, config.field_names).config is config
+    with pytest.raises(FormatError, match="token id 11 is outside"):
+        inputs_on_device(
+            torch.tensor([[3, 4, 11]]).to(torch.uint16), None, config, config.field_names
+        )

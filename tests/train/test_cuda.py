@@ -24,10 +24,10 @@ from streammega import (
     StreamLoader,
 )
 from streammega.parallel import open_loader
-from streammega.samples.device_fields import device_fields
 from streammega.samples.fields import Batch, batch_fields
 from tests.support.builders import write_dataset
 from tests.support.cuda_support import NEEDS_CUDA
+from tests.support.device_fields import device_fields
 
 pytestmark = NEEDS_CUDA
 
