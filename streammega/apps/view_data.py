@@ -447,8 +447,8 @@ def _data_of(run: RunConfig) -> DataConfig:
     data = run.data
     others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
     data = replace(data, storage=quick(data.storage), storage_by_prefix=others)
-    # the mask of attention is large, and follows from the documents
-    data = replace(data, create_attention_mask=False, fields=None)
+    # without a mask of attention, which is large, and follows from the documents
+    data = replace(data, fields=None)
     data = replace(data, fields=list(data.field_names))
     if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=run.num_samples())

@@ -225,7 +225,7 @@ def _load(dataset: str) -> None:
         "reset_attention_mask": True,
         "reset_position_ids": True,
         "eod_mask_loss": True,
-        "create_attention_mask": True,
+        "fields": [..., "attention_mask"],
     }
     blend = {"blend": ["0.3", dataset, "0.7", dataset]}
     # Read as objects are, and through a cache.

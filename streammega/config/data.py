@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from types import EllipsisType
 from typing import Annotated, Any
 
 from streammega.config.blends import Blend, parse_blend
-from streammega.config.fields import FIELDS
+from streammega.config.fields import DEFAULT, FIELDS
 from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
     ExcludedList,
@@ -57,17 +58,16 @@ class FieldsConfig:
     """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that
     is made says so.
     """
-    create_attention_mask: bool = False
-    """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
     vocab_size: Annotated[int | None, Ge(1)] = None
     """When given, a token id at or past it is an error, and so is a dataset whose manifest has more ids.
     """
-    fields: Sequence[str] | None = None
+    fields: Sequence[str | EllipsisType] | None = None
     """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
-    None: "tokens", "labels", "loss_mask", "position_ids", and those that other settings add. Batches of
-    a StreamLoader or StreamingDataset in the stream order leave out "loss_mask" and "position_ids" if
-    every label has a loss and positions only count up. A field that the training needs cannot be left
-    out: "loss_mask" where some labels have no loss.
+    None, the default ones: "tokens", "labels", "loss_mask", "position_ids", and those that other settings
+    add. With `...`, in TOML "default", these and more: [..., "dataset_id"]. Batches of a StreamLoader or
+    StreamingDataset in the stream order leave out "loss_mask" and "position_ids" by default if every
+    label has a loss and positions only count up. A field that the training needs cannot be left out:
+    "loss_mask" where some labels have no loss.
     """
 
     def __post_init__(self) -> None:
@@ -87,14 +87,15 @@ class FieldsConfig:
                 "the id that ends documents"
             )
         if self.fields is not None:
-            self._check_fields(self.fields)
+            self._set_fields(self.fields)
+            self._check_fields()
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """The fields that `fields` names, or all that these settings make, in their order. What batches of
-        a loader have by default, their data decides too: `SegmentSource.field_names`.
+        """All fields of `fields`, and of the default ones if they are among them, in their order. What
+        batches of a loader have by default, their data decides too: `SegmentSource.field_names`.
         """
-        wanted = self._made_fields() if self.fields is None else self.fields
+        wanted = [*self.named_fields, *(self._default_fields() if self.has_default_fields else ())]
         return tuple(name for name in FIELDS if name in wanted)
 
     def alone(self) -> FieldsConfig:
@@ -103,46 +104,68 @@ class FieldsConfig:
         return FieldsConfig(**wanted | {"fields": None})
 
     @property
+    def has_default_fields(self) -> bool:
+        """Whether batches have the default fields, and those that `fields` names beyond these."""
+        return self.fields is None or DEFAULT in self.fields
+
+    @property
+    def named_fields(self) -> tuple[str, ...]:
+        """The fields that `fields` names one by one, in their order."""
+        return tuple(name for name in FIELDS if name in (self.fields or ()))
+
+    @property
     def needs_whole_samples(self) -> bool:
         """Whether some field of a part of a sample depends on other tokens of the sample: then every
         context-parallel rank reads ids of whole samples.
         """
         return any(FIELDS[name].needs_whole(self) for name in self.field_names)
 
-    def _made_fields(self) -> list[str]:
-        """The fields that these settings make."""
-        made = ["tokens", "labels", "loss_mask", "position_ids"]
+    def _default_fields(self) -> list[str]:
+        """The four fields of Megatron, and those that these settings add."""
+        default = ["tokens", "labels", "loss_mask", "position_ids"]
         if self.reset_attention_mask:
-            made.append("cu_seqlens")
-        if self.create_attention_mask:
-            made.append("attention_mask")
-        return made
+            default.append("cu_seqlens")
+        return default
 
-    def _check_fields(self, names: Sequence[str]) -> None:
+    def _set_fields(self, names: Sequence[str | EllipsisType]) -> None:
+        """Keep `fields` in its one form: each name once, in the order of the table after `DEFAULT`; None
+        for this alone. Raises ConfigError for a name that no field has.
+        """
+        known = (DEFAULT, *FIELDS)
+        names = [DEFAULT if name is ... else name for name in names]
+        if not names:
+            raise ConfigError('fields is empty; name the fields that are used, such as ["tokens"]')
+        for name in names:
+            if name not in known:
+                nearest = get_close_matches(str(name), known, 1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {list(known)}"
+                raise ConfigError(f"fields names {name!r}, which batches never have; {hint}")
+        ordered = tuple(name for name in known if name in names)
+        # This sets a field of a frozen dataclass.
+        object.__setattr__(self, "fields", None if ordered == (DEFAULT,) else ordered)
+
+    def _check_fields(self) -> None:
         """Raise ConfigError for fields that are not made, or not enough to train as these settings
         say.
         """
+        names = self.named_fields
+        default = self._default_fields()
         for name in names:
-            if name not in FIELDS:
-                nearest = get_close_matches(str(name), FIELDS, 1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {list(FIELDS)}"
-                raise ConfigError(f"fields names {name!r}, which batches never have; {hint}")
             made_by = FIELDS[name].made_by
-            if made_by and name not in self._made_fields():
+            if made_by and name not in default:
                 raise ConfigError(f"fields names {name!r}, which no setting makes; set {made_by}")
-        if not names:
-            raise ConfigError('fields is empty; name the fields that are used, such as ["tokens"]')
+        if self.has_default_fields:
+            return
         if "labels" in names and "loss_mask" not in names:
             self._check_all_is_learned()
         if "tokens" not in names:
             return
-        made = self._made_fields()
         if self._restarts_positions() and "position_ids" not in names:
             raise ConfigError(
                 "positions restart within samples, and fields leaves out position_ids, which says "
                 "where; add 'position_ids' to fields, or leave out reset_position_ids"
             )
-        if "cu_seqlens" in made and not {"cu_seqlens", "attention_mask"} & set(names):
+        if "cu_seqlens" in default and not {"cu_seqlens", "attention_mask"} & set(names):
             raise ConfigError(
                 "documents do not attend to each other, and fields leaves out where they begin; add "
                 "'cu_seqlens' to fields, or leave out reset_attention_mask and inter_document_masking"
@@ -204,10 +227,6 @@ class DataConfig(FieldsConfig):
     """Tokens do not attend over the bounds of sequences in the `.idx`, whatever their ids, in
     Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
     "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
-    """
-    return_dataset_ids: bool = False
-    """Add "dataset_id", int64 [batch]: the dataset of each sample, by its place in the blend; over
-    phases, in the order in which datasets first appear. For losses by source: add_losses_by_source.
     """
     num_samples: Annotated[tuple[int, int, int] | None, Ge(0), Le(MAX_SAMPLES)] = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included. None:
@@ -291,13 +310,11 @@ class DataConfig(FieldsConfig):
             check_phases(self.phases, self.order)
         self._check_excluded_documents()
 
-    def _made_fields(self) -> list[str]:
-        made = super()._made_fields()
+    def _default_fields(self) -> list[str]:
+        default = super()._default_fields()
         if self.inter_document_masking:
-            made += ["cu_seqlens", "max_seqlen"]
-        if self.return_dataset_ids:
-            made.append("dataset_id")
-        return made
+            default += ["cu_seqlens", "max_seqlen"]
+        return default
 
     def _restarts_positions(self) -> bool:
         return self.reset_position_ids or self.inter_document_masking
@@ -369,13 +386,17 @@ class DataConfig(FieldsConfig):
             )
 
     def _check_masking(self) -> None:
-        by_eod_id = ("reset_attention_mask", "reset_position_ids", "create_attention_mask")
-        set_too = [name for name in by_eod_id if getattr(self, name)]
-        if set_too:
-            raise ConfigError(
-                f"inter_document_masking goes by the bounds of sequences, and {set_too[0]} by "
-                f"eod_id; leave one of them out"
-            )
+        by_eod_id = {
+            "reset_attention_mask": self.reset_attention_mask,
+            "reset_position_ids": self.reset_position_ids,
+            "the attention_mask of fields": "attention_mask" in self.field_names,
+        }
+        for name, is_set in by_eod_id.items():
+            if is_set:
+                raise ConfigError(
+                    f"inter_document_masking goes by the bounds of sequences, and {name} by eod_id; "
+                    f"leave one of them out"
+                )
         if not ORDERS[self.order].has_indices:
             raise ConfigError(
                 f"inter_document_masking needs the bounds of every sequence, which the {self.order} order "

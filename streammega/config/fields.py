@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+DEFAULT = "default"
+"""In a list of fields: those that batches have by default. Python code writes `...` too."""
 FIRST, MIDDLE, LAST = "first", "middle", "last"
 """Stages of a pipeline. Those in the middle get fields only if they ask for them."""
 
@@ -95,16 +97,15 @@ FIELDS: dict[str, Field] = {
         size=lambda length: length * length,
         tokens_dim=2,
         needs_whole=_always,
-        made_by="create_attention_mask",
     ),
     "dataset_id": Field(
-        "[batch], the dataset of a sample",
+        "[batch], the dataset of each sample, by its place in the blend; over phases, in the order in "
+        "which datasets first appear. For losses by source: add_losses_by_source",
         lambda made: made.dataset_id,
         "int64",
         [LAST],
         size=lambda _: 1,
         tokens_dim=0,
-        made_by="return_dataset_ids",
     ),
 }
 """The fields that batches can have, in their order."""

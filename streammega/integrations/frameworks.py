@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from streammega.config import ORDERS, DataConfig
+from streammega.config.fields import DEFAULT
 from streammega.errors import ConfigError, StateError
 from streammega.errors.extras import import_extra
 from streammega.loading import StreamingDataset
@@ -63,17 +64,18 @@ def class_on_demand(
 
 
 def with_used_fields(config: DataConfig, used: Collection[str]) -> DataConfig:
-    """The config with all fields that a framework uses, and no others. A config that names `fields` stays.
+    """The config with all fields that a framework uses, and no others. A config whose `fields` leave out
+    the default ones stays.
 
     Where the framework needs no position_ids, the default of the stream order stays: it leaves the
     loss_mask out too if every label has a loss, which data may decide.
     """
-    if config.fields is not None:
+    if not config.has_default_fields:
         return config
     omits_plain_fields = ORDERS[config.order].omits_plain_fields and config.has_plain_fields
     if omits_plain_fields and "position_ids" not in used:
-        keeps_mask = config.create_attention_mask and "attention_mask" in used
-        return replace(config, create_attention_mask=keeps_mask)
+        named = [name for name in config.named_fields if name in used]
+        return replace(config, fields=[DEFAULT, *named])
     return replace(config, fields=[name for name in config.field_names if name in used])
 
 

@@ -107,7 +107,7 @@ def with_cache_folder(storage: StorageConfig, folder: str | None) -> StorageConf
 def field_settings(
     settings: Any, tokenizer: Any, *, inter_document_masking: bool, create_attention_mask: bool
 ) -> dict[str, Any]:
-    """Fields of a DataConfig that say which fields a batch has, of Megatron's arguments or of its
+    """Settings of a DataConfig that say which fields a batch has, of Megatron's arguments or of its
     GPTDatasetConfig, which call two of them by other names.
     """
     is_ambiguous_allowed = bool(getattr(settings, "allow_ambiguous_pad_tokens", False))
@@ -122,7 +122,7 @@ def field_settings(
         "inter_document_masking": is_masked,
         "reset_position_ids": bool(settings.reset_position_ids) and not is_masked,
         "reset_attention_mask": bool(settings.reset_attention_mask) and not is_masked,
-        "create_attention_mask": bool(create_attention_mask) and not is_masked,
+        "fields": [..., "attention_mask"] if create_attention_mask and not is_masked else None,
     }
 
 

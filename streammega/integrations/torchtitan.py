@@ -150,10 +150,10 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
             "these are fields of the config itself, or torchtitan's"
         )
     data = DataConfig(**fields, **settings)
-    if data.return_dataset_ids:
+    if "dataset_id" in data.field_names:
         raise ConfigError(
             "torchtitan's batches have no place for the datasets of their samples: leave "
-            "return_dataset_ids out, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
+            "dataset_id out of fields, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
             "which knows them by the order"
         )
     global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None

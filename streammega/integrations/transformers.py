@@ -74,8 +74,8 @@ class StreamTrainerMixin:
     epoch ends at the end of the data; a stream without an end needs `max_steps`. Evaluation reads the
     valid split of the stream, unless the Trainer has an `eval_dataset`.
 
-    With `return_dataset_ids` in the stream's config, inputs have a "dataset_id", which no model takes:
-    take it out in a `compute_loss` of your own.
+    With `fields=[..., "dataset_id"]` in the stream's config, inputs have a "dataset_id", which no model
+    takes: take it out in a `compute_loss` of your own.
 
     Args:
         stream: what is read.
@@ -220,9 +220,9 @@ def _evaluates_stream(
 
 
 def _check(config: DataConfig) -> None:
-    if config.create_attention_mask:
+    if "attention_mask" in config.field_names:
         raise ConfigError(
-            "models of transformers make their masks themselves: leave out create_attention_mask"
+            "models of transformers make their masks themselves: leave attention_mask out of fields"
         )
     if config.reset_position_ids != config.reset_attention_mask:
         raise ConfigError(

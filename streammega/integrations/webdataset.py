@@ -48,13 +48,7 @@ log = get_logger(__name__)
 STATE_VERSION = 1
 COUNTS = ("consumed_samples", "batch_offset")
 STATE_KEYS = {"version", *COUNTS, "positions", "identity"}
-OF_DATASETS = (
-    "exclude_documents",
-    "exclude_samples",
-    "phases",
-    "inter_document_masking",
-    "return_dataset_ids",
-)
+OF_DATASETS = ("exclude_documents", "exclude_samples", "phases", "inter_document_masking")
 """Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
 but that change what is trained on.
 """
@@ -136,12 +130,14 @@ class TextStream:
         TrainingSchedule(global_batch_size=global_batch_size).check(
             micro_batch_size, dp_rank, dp_size
         )
-        for name in OF_DATASETS:
-            if getattr(fields, name, None):
-                raise ConfigError(
-                    f"{name} is of datasets, and a stream of texts that are tokenised as they come "
-                    "has none: give it a FieldsConfig, or convert the texts (streammega convert)"
-                )
+        of_datasets = [name for name in OF_DATASETS if getattr(fields, name, None)]
+        if "dataset_id" in fields.field_names:
+            of_datasets.append("dataset_id")
+        if of_datasets:
+            raise ConfigError(
+                f"{of_datasets[0]} is of datasets, and a stream of texts that are tokenised as they come "
+                "has none: give it a FieldsConfig without it, or convert the texts (streammega convert)"
+            )
         if isinstance(shards, str) or not shards:
             raise ConfigError(f"shards is {shards!r}; it takes a list of names, at least one")
         if lanes < 1 or lanes > len(shards) or (lanes > 1 and lanes % dp_size):

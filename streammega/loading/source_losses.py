@@ -13,7 +13,7 @@ def add_losses_by_source(
 
         names = sm.source_names(config)
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-        for batch in loader:                             # of DataConfig(return_dataset_ids=True)
+        for batch in loader:                             # of DataConfig(fields=[..., "dataset_id"])
             losses = cross_entropy(..., reduction="none")         # of each token, [batch, S]
             sm.add_losses_by_source(sums, batch["dataset_id"], losses, batch.get("loss_mask"))
         torch.distributed.all_reduce(sums)                                    # over all ranks

@@ -65,9 +65,9 @@ def get_batch(
     that it keeps.
 
     Collective over the tensor-parallel group, whose rank 0 reads and sends the ids as one message.
-    First stage: tokens, position_ids; last stage: labels, loss_mask, with `return_dataset_ids`
-    dataset_id; both also what the config adds (cu_seqlens, attention_mask); middle stages: nothing,
-    or with `every_stage` position_ids and what the config adds. Those of Megatron are there in
+    First stage: tokens, position_ids; last stage: labels, loss_mask, and dataset_id if `fields` has
+    it; both also what the config adds (cu_seqlens, attention_mask); middle stages: nothing, or with
+    `every_stage` position_ids and what the config adds. Those of Megatron are there in
     every order. Shapes as in StreamingDataset, [micro_batch_size, kept].
 
     Args:

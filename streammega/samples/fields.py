@@ -49,8 +49,8 @@ def batch_fields(
     "tokens", "labels", "position_ids": int64 [samples, S]; "loss_mask": float32 [samples, S], zero
     where there is no label. Labels are shifted already: labels[:, i] is the token after tokens[:,
     i]. Models of Hugging Face shift what they get as `labels`: give these as `shift_labels`. With
-    create_attention_mask also "attention_mask"; with `bounds` and reset_attention_mask also
-    "cu_seqlens". Those that `fields` of the config names, if it names any.
+    `bounds` and reset_attention_mask also "cu_seqlens". Those that `fields` of the config names, if it
+    names any.
 
     Args:
         ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or
@@ -59,9 +59,9 @@ def batch_fields(
         config: sequence_length and the fields wanted, a FieldsConfig or DataConfig.
         bounds: add "cu_seqlens", whose width differs from batch to batch.
 
-    Raises ConfigError for ids of another shape or kind, and for a DataConfig with
-    inter_document_masking, which ids do not tell; FormatError for an id at or past `vocab_size`,
-    when the config gives one.
+    Raises ConfigError for ids of another shape or kind, and for inter_document_masking and
+    "dataset_id", which ids do not tell; FormatError for an id at or past `vocab_size`, when the config
+    gives one.
     """
     if getattr(config, "inter_document_masking", False):
         raise ConfigError(
@@ -69,6 +69,8 @@ def batch_fields(
             "a config without it"
         )
     names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
+    if "dataset_id" in names:
+        raise ConfigError("ids do not tell their dataset; leave dataset_id out of fields")
     return fields_of_ids(ids, valid, config, names=names)
 
 

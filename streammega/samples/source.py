@@ -120,11 +120,12 @@ class SegmentSource(ABC):
         """
         config = self.config
         names = config.field_names
-        if config.fields is not None or not ORDERS[config.order].omits_plain_fields:
+        if not config.has_default_fields or not ORDERS[config.order].omits_plain_fields:
             return names
         if not config.has_plain_fields or self.masks_loss or self.is_packed:
             return names
-        return [name for name in names if name not in ("loss_mask", "position_ids")]
+        plain_fields = {"loss_mask", "position_ids"} - {*config.named_fields}
+        return [name for name in names if name not in plain_fields]
 
     @cached_property
     def columns(self) -> Mapping[str, Column]:

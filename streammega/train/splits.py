@@ -52,7 +52,7 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
 def data_of(config: RunConfig, split: str) -> DataConfig:
     """The data settings of a run for one of its splits. Raises ConfigError for too few samples."""
     # The trainer's attention uses the bounds of documents instead of a mask.
-    data = replace(config.data, create_attention_mask=False, fields=None)
+    data = replace(config.data, fields=None)
     used = {"tokens", "labels", "loss_mask", "cu_seqlens"}
     if data.reset_position_ids:  # else they count from 0
         used.add("position_ids")

@@ -59,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         eod_id=EOD,
         eod_mask_loss=True,
         storage=StorageConfig(cache_dir=root / "cache"),
-        return_dataset_ids=True,
+        fields=[..., "dataset_id"],
     )
 
 

@@ -168,6 +168,6 @@ def test_a_killed_run_goes_on_exactly(
     """Bridge's iterators, callbacks, training step and counts, on as many ranks or fewer."""
     lanes = 1024 if order == "stream" else None
     masked = dataclasses.replace(
-        config, order=order, shuffle_lanes=lanes, create_attention_mask=True
+        config, order=order, shuffle_lanes=lanes, fields=[..., "attention_mask"]
     )
     check_killed(gang, tmp_path, killed, goes_on, train, masked)

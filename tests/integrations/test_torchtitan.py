@@ -117,7 +117,7 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
         ({"blend": "a", "repeat": False}, "an end, which the stream order has only"),
         ({"blend": "a", "settings": {"seed": 3}}, "settings of the dataloader config name seed"),
         (
-            {"blend": "a", "settings": {"return_dataset_ids": True}},
+            {"blend": "a", "settings": {"fields": [..., "dataset_id"]}},
             "torchtitan's batches have no place",
         ),
     ],

@@ -205,8 +205,8 @@ def test_checkpoints_without_a_position_or_of_other_data_are_refused(
 @pytest.mark.guarantee("transformers-checkpoints-without")
 def test_samples_that_these_models_cannot_be_told_of_are_refused(endless: DataConfig) -> None:
     mixin = integration.StreamTrainerMixin
-    with pytest.raises(ConfigError, match="leave out create_attention_mask"):
-        mixin(stream=replace(endless, create_attention_mask=True))
+    with pytest.raises(ConfigError, match="leave attention_mask out of fields"):
+        mixin(stream=replace(endless, fields=[..., "attention_mask"]))
     with pytest.raises(ConfigError, match="both reset_position_ids and reset_attention_mask"):
         mixin(stream=replace(endless, reset_position_ids=True))
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
@@ -281,7 +281,7 @@ def test_losses_by_source_of_a_trainer_of_ones_own_make_up_the_loss(
 
     (prefix,) = config.blend or ()
     stream_config = replace(
-        config, blend=[(str(prefix), 3.0), (str(prefix), 1.0)], return_dataset_ids=True
+        config, blend=[(str(prefix), 3.0), (str(prefix), 1.0)], fields=[..., "dataset_id"]
     )
     arguments = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 2)
     arguments.logging_strategy = "steps"

@@ -293,13 +293,13 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             TextStream(shards, encode, FIELDS, **(sizes | given_))
-    settings: dict[str, Any] = {
-        "exclude_documents": ["a#1"],
-        "exclude_samples": [(4, 8)],
-        "return_dataset_ids": True,
+    settings: dict[str, dict[str, Any]] = {
+        "exclude_documents": {"exclude_documents": ["a#1"]},
+        "exclude_samples": {"exclude_samples": [(4, 8)]},
+        "dataset_id": {"fields": [..., "dataset_id"]},
     }
-    for name, value in settings.items():
-        of_datasets = replace(DataConfig(blend="a", sequence_length=4, eod_id=0), **{name: value})
+    for name, setting in settings.items():
+        of_datasets = DataConfig(blend="a", sequence_length=4, eod_id=0, **setting)
         with pytest.raises(ConfigError, match=f"{name} is of datasets, .*give it a FieldsConfig"):
             TextStream(["a"], encode, of_datasets, **sizes)
     for made, words in (([[1]], "of shape"), ([0.5], "float64")):

@@ -42,7 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "reset_position_ids": True,
         "reset_attention_mask": True,
         "eod_mask_loss": True,
-        "create_attention_mask": True,
+        "fields": [..., "attention_mask"],
     },
 }
 
@@ -253,7 +253,7 @@ def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) 
         blend=[str(tmp_path / "d")],
         sequence_length=length,
         order="sequential",
-        create_attention_mask=True,
+        fields=[..., "attention_mask"],
         storage=StorageConfig(cache_dir=tmp_path),
     )
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1, prefetch=4) as loader:

@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "return_dataset_ids")
+FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 @pytest.mark.guarantee("batches-by-numpy")
@@ -65,6 +65,7 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "return_
     order=st.sampled_from(["stream", "megatron", "sequential"]),
     kind=st.sampled_from([*KINDS, "packed"]),
     flags=st.sets(st.sampled_from(FLAGS)),
+    fields=st.sampled_from([None, [..., "dataset_id"]]),
     masked_by_mode=st.booleans(),
     pad_id=st.sampled_from([None, 7, 600]),
     add_extra_token=st.booleans(),
@@ -75,7 +76,7 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "return_
 )
 def test_batches_of_any_features_are_those_of_the_files(
     data: Path, tmp_path_factory: pytest.TempPathFactory, order: Any, kind: str, flags: set[str],
-    masked_by_mode: bool, pad_id: int | None, add_extra_token: bool, by_documents: bool,
+    fields: Any, masked_by_mode: bool, pad_id: int | None, add_extra_token: bool, by_documents: bool,
     gone: set[int], since: int, ranks: int,
 ) -> None:  # fmt: skip
     folder = data / kind
@@ -96,6 +97,7 @@ def test_batches_of_any_features_are_those_of_the_files(
             add_extra_token=add_extra_token,
             mask_loss_by_mode=masked_by_mode,
             inter_document_masking=by_documents,
+            fields=fields,
             exclude_documents=[(since, documents)] if gone else (),
             storage=StorageConfig(cache_dir=tmp_path_factory.getbasetemp() / "orders"),
             **chosen,

@@ -5,6 +5,8 @@ are made, and nothing else is made, sent or held.
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,8 @@ from streammega import (
 from streammega.errors import ConfigError
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
-from tests.support.builders import write_dataset
+from streammega.train.config import load_run
+from tests.support.builders import write_dataset, write_run_file
 from tests.support.gang import on_ranks
 
 EOD = 7
@@ -41,8 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stream": {"order": "stream"},
     "eod": {"order": "stream", "eod_mask_loss": True},
-    "documents": {"order": "stream", **DOCUMENTS, "create_attention_mask": True},
-    "sequences": {"inter_document_masking": True, "return_dataset_ids": True},
+    "documents": {"order": "stream", **DOCUMENTS},
+    "sequences": {"inter_document_masking": True},
 }
 NAMES = ["tokens", "labels", "loss_mask", "position_ids"]
 EXTRAS = {
@@ -128,7 +131,7 @@ MASKS_OR_RESTARTS: dict[str, dict[str, Any]] = {
     [
         pytest.param({}, ["tokens", "labels"], id="plain"),
         pytest.param(
-            {"reset_attention_mask": True, "return_dataset_ids": True},
+            {"reset_attention_mask": True, "fields": [..., "dataset_id"]},
             ["tokens", "labels", "cu_seqlens", "dataset_id"],
             id="added",
         ),
@@ -214,10 +217,52 @@ def test_ranks_have_the_chosen_fields_of_their_stage(rank: int, base: DataConfig
 
 
 @pytest.mark.guarantee("fields-chosen")
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_fields_beyond_the_default_ones_are_named_with_these(
+    base: DataConfig, tmp_path: Path, order: Any
+) -> None:
+    """By `...` in Python, and by "default" in a run file and on the command line."""
+    default = replace(base, order=order)
+    config = replace(default, fields=[..., "dataset_id"])
+    names = ["default", "dataset_id"]
+    run = write_run_file(
+        tmp_path, data={"blend": base.blend, "fields": names}, train={"train_iters": 1}
+    )
+    overrides = [f"data.fields={json.dumps(names)}", f"data.order={order}"]
+    for written in (load_run(run), load_run(run, overrides)):
+        assert replace(default, fields=written.data.fields) == config
+    whole = replace(config, fields=[*NAMES, "attention_mask", "dataset_id"])
+    for more in (["dataset_id"], ["attention_mask", "dataset_id"], ["loss_mask"]):
+        config = replace(default, fields=[*more, ...])
+        with (
+            StreamLoader(default, **SIZES) as default_loader,
+            StreamLoader(whole, **SIZES) as whole_loader,
+            StreamLoader(config, **SIZES) as loader,
+        ):
+            for _ in range(3):
+                batch = next(whole_loader)
+                check_fields(next(loader), batch, [*next(default_loader), *more])
+        ranks = Ranks(ParallelLayout())
+        with open_loader(config, ranks, **SIZES) as reader, StreamLoader(whole, **SIZES) as loader:
+            check_fields(get_batch(reader, ranks), next(loader), [*NAMES, *more])
+
+
+def test_a_choice_of_fields_has_one_form(base: DataConfig) -> None:
+    assert replace(base, fields=["default"]) == replace(base, fields=[...]) == base
+    named = replace(base, fields=["dataset_id", "labels", ..., "dataset_id"])
+    assert named == replace(base, fields=("default", "labels", "dataset_id"))
+    assert "Ellipsis" not in repr(named)
+    assert pickle.loads(pickle.dumps(named)) == named  # noqa: S301
+
+
+@pytest.mark.guarantee("fields-chosen")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"fields": ["tokens", "lables"]}, "did you mean 'labels'?"),
+        ({"fields": [..., "dataset_ids"]}, "did you mean 'dataset_id'?"),
+        ({"fields": ["defaults", "dataset_id"]}, "did you mean 'default'?"),
+        ({"fields": [..., "max_seqlen"]}, "set inter_document_masking"),
         ({"fields": ["images"]}, "which batches never have"),
         ({"fields": []}, "fields is empty"),
         (

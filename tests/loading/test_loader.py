@@ -428,7 +428,10 @@ def test_what_is_no_config_is_refused_by_its_type(config: Any) -> None:
         ({"exclude_samples": [(8,)]}, r"exclude_samples is \[\(8,\)\]"),
         ({"exclude_samples": [("a", "b")]}, r"exclude_samples is \[\('a', 'b'\)\]"),
         ({"order": "stream", "inter_document_masking": True}, "reset_attention_mask"),
-        ({"inter_document_masking": True, "create_attention_mask": True}, "leave one of them out"),
+        (
+            {"inter_document_masking": True, "fields": [..., "attention_mask"]},
+            "leave one of them out",
+        ),
     ],
 )
 def test_data_settings_that_cannot_work_are_refused(

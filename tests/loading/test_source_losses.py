@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
         shuffle_lanes=24,
         shuffle_block_bytes=256,
         storage=StorageConfig(cache_dir=root / "cache"),
-        return_dataset_ids=True,
+        fields=[..., "dataset_id"],
     )
 
 
@@ -88,7 +88,7 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
         several = loader.dataset.dataset_ids(np.array([0, 12]))
         assert several.shape == (2, 4)
     assert seen == (set(range(3)) if order != "sequential" else {0})
-    with StreamLoader(replace(config, return_dataset_ids=False), **SIZES) as loader:
+    with StreamLoader(replace(config, fields=None), **SIZES) as loader:
         assert "dataset_id" not in loader.take()
 
 

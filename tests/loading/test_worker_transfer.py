@@ -217,7 +217,11 @@ def check_batches(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         {},
         {"reset_position_ids": True},
         {"eod_mask_loss": True},
-        {"reset_position_ids": True, "reset_attention_mask": True, "create_attention_mask": True},
+        {
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "fields": [..., "attention_mask", "dataset_id"],
+        },
     ],
     ids=", ".join,
 )
@@ -226,7 +230,7 @@ def test_fields_are_in_one_order_with_padding_and_without_and_in_workers(
 ) -> None:
     """Programs take a batch apart by `batch.values()`."""
     rare = int(dataset_of(config).batch(0)["tokens"][0, 0])
-    config = replace(config, eod_id=7, pad_id=rare, return_dataset_ids=True, **fields)
+    config = replace(config, eod_id=7, pad_id=rare, **{"fields": [..., "dataset_id"], **fields})
     expected = expected_of(config)
     whole = [bool(batch["loss_mask"].all()) for batch in expected]
     assert fields.get("eod_mask_loss") or set(whole) == {True, False}

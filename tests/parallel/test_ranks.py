@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
 EOD = 7
 
 
-def documents(**more: bool) -> dict[str, Any]:
+def documents(**more: Any) -> dict[str, Any]:
     return {"eod_id": EOD, **more}
 
 
@@ -100,7 +100,9 @@ LAYOUTS = [
     [
         {},
         documents(eod_mask_loss=True),
-        documents(reset_position_ids=True, reset_attention_mask=True, create_attention_mask=True),
+        documents(
+            reset_position_ids=True, reset_attention_mask=True, fields=[..., "attention_mask"]
+        ),
     ],
     ids=["plain", "mask", "documents"],
 )
@@ -113,7 +115,7 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     states = [result["state"] for result in results]
     assert all(state == states[0] for state in states)
     assert states[0]["consumed_samples"] == steps * MICRO * layout.dp
-    extra = {"cu_seqlens", "attention_mask"} if "create_attention_mask" in changes else set()
+    extra = {"cu_seqlens", "attention_mask"} if "fields" in changes else set()
     for result in results:
         at = result["at"]
         wanted = set(FIELDS["first"] if at["pp"] == 0 else ()) | set(
@@ -386,7 +388,8 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
     valid = rng.integers(0, length + 2, samples)
     config = DataConfig(
         blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, eod_mask_loss=mask, reset_position_ids=positions,
-        reset_attention_mask=attention, create_attention_mask=create, allow_ambiguous_pad_tokens=ambiguous,
+        reset_attention_mask=attention, fields=[..., "attention_mask"] if create else None,
+        allow_ambiguous_pad_tokens=ambiguous,
     )  # fmt: skip
     by_kernels = batch_fields(ids, valid, config, bounds=True)
     on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config)

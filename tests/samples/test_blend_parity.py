@@ -201,10 +201,8 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             "eod_mask_loss": bool(rng.integers(0, 2)),
             "reset_position_ids": bool(rng.integers(0, 2)),
         }
-        shared |= {
-            "create_attention_mask": bool(rng.integers(0, 2)),
-            "reset_attention_mask": bool(rng.integers(0, 2)),
-        }
+        creates_mask = bool(rng.integers(0, 2))
+        shared["reset_attention_mask"] = bool(rng.integers(0, 2))
         surplus = float(rng.choice([0.005, 0.05]))
         length = int(rng.integers(4, 20))
         if per_split:
@@ -222,13 +220,15 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             own = {"blend": ours_of(blend), "split": split}
         where = f"block {block}, case {number}"
         theirs_config = oracle.gpt_config(
-            None, length, 77, eod=5, mid_level_dataset_surplus=surplus, **sources, **shared
-        )
+            None, length, 77, eod=5, mid_level_dataset_surplus=surplus,
+            create_attention_mask=creates_mask, **sources, **shared,
+        )  # fmt: skip
         config = DataConfig(
             sequence_length=length,
             seed=77,
             eod_id=5,
             mid_level_dataset_surplus=surplus,
+            fields=[..., "attention_mask"] if creates_mask else None,
             storage=StorageConfig(cache_dir=tmp_path / "ours"),
             **own,
             **shared,

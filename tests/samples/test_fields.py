@@ -23,7 +23,8 @@ from tests.support.device_fields import device_fields
 
 EOD = 7
 DOCUMENTS: dict[str, Any] = {
-    "eod_id": EOD, "eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "create_attention_mask": True,
+    "eod_id": EOD, "eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True,
+    "fields": [..., "attention_mask"],
 }  # fmt: skip
 DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
 
@@ -192,6 +193,12 @@ def test_ids_of_another_shape_or_kind_are_refused(ids: Any, valid: Any, message:
         sm.batch_fields(ids, np.array(valid) if valid is not None else None, CONFIG)
 
 
+def test_ids_do_not_tell_their_dataset() -> None:
+    config = sm.FieldsConfig(sequence_length=4, fields=[..., "dataset_id"])
+    with pytest.raises(ConfigError, match="leave dataset_id out of fields"):
+        sm.batch_fields(np.zeros((1, 5), int), None, config)
+
+
 def test_pieces_refuse_other_shapes_and_kinds() -> None:
     with pytest.raises(
         ConfigError,
@@ -233,7 +240,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(dtype: Any) -> None:
 def test_no_samples_are_fields_without_samples() -> None:
     config = sm.FieldsConfig(
         sequence_length=4, eod_id=1, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True,
-        create_attention_mask=True,
+        fields=[..., "attention_mask"],
     )  # fmt: skip
     none = sm.batch_fields(np.zeros((0, 5), np.int64), None, config, bounds=True)
     there = device_fields(

@@ -130,7 +130,7 @@ def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(
         "eod_mask_loss": True,
         "reset_position_ids": True,
         "reset_attention_mask": True,
-        "create_attention_mask": True,
+        "fields": [..., "attention_mask"],
     }
     config = replace(config, order=order, eod_id=256, **fields)
     with (

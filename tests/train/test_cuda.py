@@ -42,7 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "reset_position_ids": True,
         "reset_attention_mask": True,
         "eod_mask_loss": True,
-        "create_attention_mask": True,
+        "fields": [..., "attention_mask"],
     },
 }
 

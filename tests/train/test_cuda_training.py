@@ -271,12 +271,12 @@ FLAGS: list[dict[str, Any]] = [
     {"reset_position_ids": True},
     {"eod_mask_loss": True},
     {"reset_attention_mask": True},
-    {"create_attention_mask": True},
+    {"fields": [..., "attention_mask"]},
     {
         "reset_position_ids": True,
         "reset_attention_mask": True,
         "eod_mask_loss": True,
-        "create_attention_mask": True,
+        "fields": [..., "attention_mask"],
     },
 ]
 

@@ -83,7 +83,7 @@ def test_a_deterministic_run_trains_as_another(run_file: str, tmp_path: Path) ->
 
 @pytest.mark.guarantee("trainer-makes-attention")
 def test_fields_that_the_trainer_does_not_use_are_not_made(run_file: str) -> None:
-    trainer = Trainer(load_run(run_file, ["data.create_attention_mask=true"]), CPU)
+    trainer = Trainer(load_run(run_file, ['data.fields=["default", "attention_mask"]']), CPU)
     batch = next(trainer.batches)
     trainer.close()
     assert set(batch) == {"tokens", "labels", "loss_mask"}
