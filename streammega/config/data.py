@@ -386,17 +386,14 @@ class DataConfig(FieldsConfig):
             )
 
     def _check_masking(self) -> None:
-        by_eod_id = {
-            "reset_attention_mask": self.reset_attention_mask,
-            "reset_position_ids": self.reset_position_ids,
-            "the attention_mask of fields": "attention_mask" in self.field_names,
-        }
-        for name, is_set in by_eod_id.items():
-            if is_set:
-                raise ConfigError(
-                    f"inter_document_masking goes by the bounds of sequences, and {name} by eod_id; "
-                    f"leave one of them out"
-                )
+        by_eod_id = ("reset_attention_mask", "reset_position_ids")
+        set_too = [name for name in by_eod_id if getattr(self, name)]
+        set_too += [name for name in self.named_fields if name == "attention_mask"]
+        if set_too:
+            raise ConfigError(
+                f"inter_document_masking goes by the bounds of sequences, and {set_too[0]} by "
+                f"eod_id; leave one of them out"
+            )
         if not ORDERS[self.order].has_indices:
             raise ConfigError(
                 f"inter_document_masking needs the bounds of every sequence, which the {self.order} order "
