@@ -343,7 +343,10 @@ def fetcher_that_knows_quick_answers(store: Any) -> Fetcher:
     made.submit(quick)
     made.wait(quick)
     made.release(quick)
-    # Where the machine is busy, quick ones may have looked like stragglers, as many as may be.
+    # Where the machine is busy, quick ones may have looked like stragglers, as many as may be. A late
+    # answer to one of their copies would be one to a request that was sent before all others.
+    while made.flow.requests:
+        time.sleep(0.001)
     made.counters.hedges = made.counters.hedges_won = 0
     return made
 
