@@ -13,11 +13,13 @@ _FAR = np.int64(1 << 62)
 
 
 @kernel
-def widen_ids(ids, tokens, labels) -> None:
-    """tokens int64 [samples, S]: the ids of each row; labels: those one place later, as far as there are
-    any.
+def fill_fields(ids, starts, tokens, labels, mask, positions) -> None:
+    """The fields of whole samples: tokens, labels and positions int64, mask float32, [rows, S].
 
-    One call makes both: each return from a kernel waits for the GIL, which other threads want too.
+    tokens are the ids of each row, labels those one place later as far as there are any, masks 1, and
+    positions count from the starts, int64 [parts], of the rows in turn. Fields that are not wanted have
+    no rows. One call makes all of them: each return from a kernel waits for the GIL, which other threads
+    want too.
     """
     for r in range(len(tokens)):
         row = ids[r]
@@ -29,25 +31,15 @@ def widen_ids(ids, tokens, labels) -> None:
         label = labels[r]
         for c in range(min(len(label), len(row))):
             label[c] = row[c]
-
-
-@kernel
-def fill_ones(mask) -> None:
-    """Write 1 everywhere in a mask, float32 [samples, S]."""
     for r in range(len(mask)):
-        row = mask[r]
-        for c in range(len(row)):
-            row[c] = np.float32(1.0)
-
-
-@kernel
-def count_up(starts, positions) -> None:
-    """positions int64 [rows, S]: counted from the starts, int64 [parts], of the rows in turn."""
+        ones = mask[r]
+        for c in range(len(ones)):
+            ones[c] = np.float32(1.0)
     for r in range(len(positions)):
-        row = positions[r]
+        position = positions[r]
         first = starts[r % len(starts)]
-        for c in range(len(row)):
-            row[c] = first + c
+        for c in range(len(position)):
+            position[c] = first + c
 
 
 @kernel
@@ -84,7 +76,7 @@ def scan_ids(ids, pad):
 
 @kernel
 def is_widened(ids, tokens, labels):
-    """Whether tokens and labels, int64 [samples, S], are what `widen_ids` makes of ids [samples, S + 1]."""
+    """Whether tokens and labels, int64 [samples, S], are what `fill_fields` makes of ids [samples, S + 1]."""
     for r in range(len(tokens)):
         row = ids[r]
         token = tokens[r]

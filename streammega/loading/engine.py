@@ -65,8 +65,8 @@ class Engine:
         ahead: micro-batches made ahead of the caller.
         start: the value of `consumed` at which the iteration begins.
         form: what batches are. "ids": {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid":
-            the number of ids of each sample, columns, "dataset_id"}. "samples": `Samples`.
-        kept: of other forms than "fields", which tokens of every sample are read. Each part becomes a
+            the number of ids of each sample, columns, "dataset_id"}. "both": (fields, `Samples`).
+        kept: of the form "ids", which tokens of every sample are read. Each part becomes a
             row. kept_of_columns: the same for columns.
         pinned: see `batch_memory`.
     """

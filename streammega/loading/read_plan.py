@@ -169,7 +169,7 @@ def _batch_size(steps: MicroSteps, table: FileTable, kept: KeptParts, form: Form
     ids = rows * kept.width(sample_tokens)
     columns = steps.samples.segments[0].columns.values()
     fields: tuple[int, ...] = ()
-    if form == "fields":
+    if form != "ids":
         names = steps.samples.segments[0].field_names
         fields = tuple(rows * FIELDS[name].nbytes(config.sequence_length) for name in names)
     return BatchSize(

@@ -9,9 +9,9 @@ from streammega.loading.micro_steps import MicroSteps
 from streammega.samples.field_inputs import Batch, Samples, make_fields
 from streammega.samples.host_fields import Allocate, HostFields
 
-Form = Literal["fields", "ids", "samples"]
+Form = Literal["fields", "ids", "both"]
 """What batches are: dicts of fields; dicts of ids and columns, from which fields can be made elsewhere; or
-`Samples`, for who makes the fields in another process.
+pairs of the fields and the `Samples` that they are made of.
 """
 Batches = deque[tuple[int, Any]]
 """The micro-batches to hand out next, as (consumed, batch)."""
@@ -62,14 +62,13 @@ class Assembler:
         config leaves out a field that these samples need.
         """
         total, batches = len(group.consumed), last - first
+        samples = group.samples.cut(total, first, last)
         made: list[Any]
-        if self._form == "samples":
-            made = [group.samples.cut(total, number, number + 1) for number in range(first, last)]
-        elif self._form == "ids":
-            made = ids_batches(group.samples.cut(total, first, last), batches)
+        if self._form == "ids":
+            made = ids_batches(samples, batches)
         else:
             inputs = HostFields(
-                group.samples.cut(total, first, last),
+                samples,
                 self._config,
                 self._names,
                 self._allocate,
@@ -77,4 +76,7 @@ class Assembler:
                 packed=self._is_packed,
             )
             made = make_fields(inputs, self._names, batches)
+        if self._form == "both":
+            parts = [samples.cut(batches, number, number + 1) for number in range(batches)]
+            made = list(zip(made, parts, strict=True))
         return deque(zip(group.consumed[first:last], made, strict=True))

@@ -211,7 +211,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 begun.start,
             )
         in_worker = torch.utils.data.get_worker_info() is not None
-        form: Form = "samples" if in_worker else "fields"
+        form: Form = "both" if in_worker else "fields"
         batches = iterate_batches(
             steps, begun.start, lambda: self._state.check(begun), ahead=AHEAD, form=form
         )
@@ -223,8 +223,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                     if phase is not engine.steps:
                         phase = engine.steps
                         fields = FieldsOfPhase.of(phase)
-                    with phase.naming_datasets(consumed):
-                        output = WorkerBatch(batch, fields)
+                    made, samples = batch
+                    output = WorkerBatch(made, samples, fields)
                 if self._state.is_latest(begun):
                     self.advance(consumed)
                 yield output

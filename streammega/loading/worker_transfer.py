@@ -20,7 +20,7 @@ from streammega.config.fields import FIELDS
 from streammega.kernels.fields import is_widened
 from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.field_inputs import Samples, make_fields
+from streammega.samples.field_inputs import Batch, Samples, make_fields
 from streammega.samples.host_fields import HostFields
 
 
@@ -50,12 +50,10 @@ class FieldsOfPhase:
 class WorkerBatch(dict[str, Any]):
     """A batch in a worker. Its pickle is small, and the receiver gets a plain dict."""
 
-    def __init__(self, samples: Samples, how: FieldsOfPhase) -> None:
+    def __init__(self, made: Batch, samples: Samples, how: FieldsOfPhase) -> None:
+        super().__init__(made)
         self._samples = samples
         self._how = how
-        self._inputs = how.inputs(samples)
-        (made,) = make_fields(self._inputs, how.names)
-        super().__init__(made)
 
     def __copy__(self) -> WorkerBatch:
         """torch copies what a worker gives before it is sent."""
@@ -85,11 +83,11 @@ class WorkerBatch(dict[str, Any]):
         pair = [self.get(name) for name in ("tokens", "labels")]
         stored = self._samples.ids.numpy()
         shape = len(stored), self._how.config.sequence_length
-        is_whole = not self._inputs.has_padding
-        is_whole = is_whole and all(_is(field, torch.int64, shape) for field in pair)
-        if is_whole and is_widened(stored, *(field.numpy() for field in pair)):  # type: ignore[union-attr]
-            follow = {"tokens", "labels"}
         anew = self._how.inputs(self._samples)
+        are_plain = not anew.has_padding
+        are_plain = are_plain and all(_is(field, torch.int64, shape) for field in pair)
+        if are_plain and is_widened(stored, *(field.numpy() for field in pair)):  # type: ignore[union-attr]
+            follow = {"tokens", "labels"}
         for name in {*self._how.names} & {*self} - follow:
             value, made = self[name], FIELDS[name].make(anew)
             if made is not None and not isinstance(made, Tensor):

@@ -17,16 +17,14 @@ from streammega.config import FieldsConfig
 from streammega.errors import FormatError
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.fields import (
-    count_up,
     document_bounds,
-    fill_ones,
+    fill_fields,
     fill_tails,
     forbid,
     make_mask,
     make_positions,
     scan_ids,
     sequence_bounds,
-    widen_ids,
     zero_padding,
 )
 from streammega.samples.device_fields import NO_ID
@@ -34,6 +32,17 @@ from streammega.samples.field_inputs import FieldInputs, Samples, check_mask_is_
 
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+PLAIN = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "position_ids": torch.int64,
+}
+"""Fields that one kernel makes of whole samples where nothing is padding or restarts."""
+_NOT_MADE = {
+    dtype: np.empty((0, 0), numpy)
+    for dtype, numpy in ((torch.int64, np.int64), (torch.float32, np.float32))
+}
 MAX_IDS = 5
 """Ids outside of the vocabulary that an error lists."""
 
@@ -86,8 +95,8 @@ class HostFields(FieldInputs):
             fill_tails(ids, valid, pad)
         self._ids = ids
         self.has_padding |= scan_padding(ids, config)
-        has_mask = self.has_padding or config.eod_mask_loss
-        if has_mask or "has_loss" in samples.columns:
+        self._has_mask = self.has_padding or config.eod_mask_loss
+        if self._has_mask or "has_loss" in samples.columns:
             check_mask_is_there(names)
 
     @cached_property
@@ -95,48 +104,60 @@ class HostFields(FieldInputs):
         """tokens and labels with padding as pad_id."""
         if not self.has_padding:
             return self.tokens.numpy(), self.labels.numpy()
-        tokens, labels = np.empty((2, len(self._ids), self._length), np.int64)
-        self._widen(tokens, labels)
-        return tokens, labels
+        made = self._filled(("tokens", "labels"), new_memory)
+        return made["tokens"].numpy(), made["labels"].numpy()
 
     @cached_property
     def tokens(self) -> Tensor:
         """int64 [rows, S]: 0 in place of padding."""
-        return self._both[0] if "labels" in self._names else self._readable(1, 0)[0]
+        return self._readable("tokens")
 
     @cached_property
     def labels(self) -> Tensor:
         """int64 [rows, S]: 0 in place of padding."""
-        return self._both[1] if "tokens" in self._names else self._readable(0, 1)[1]
+        return self._readable("labels")
+
+    def _readable(self, name: str) -> Tensor:
+        ids = self._plain.get(name)
+        if ids is None:  # it is not among the fields, and they are made of it
+            ids = self._filled((name,), self._allocate)[name]
+        if self.has_padding:
+            zero_padding(ids.numpy(), self._pad)
+        return ids
 
     @cached_property
-    def _both(self) -> list[Tensor]:
-        return self._readable(1, 1)
+    def _plain(self) -> dict[str, Tensor]:
+        """tokens and labels, and a mask of ones and positions that only count up, where these are wanted."""
+        config = self.config
+        wanted = PLAIN.keys() & {*self._names}
+        if self._has_mask:
+            wanted -= {"loss_mask"}
+        if config.reset_position_ids or self.samples.pieces is not None:
+            wanted -= {"position_ids"}
+        return self._filled(wanted, self._allocate)
 
-    def _readable(self, *wanted: int) -> list[Tensor]:
-        """tokens and labels, 0 in place of padding; no rows of what is not wanted (0 of both)."""
-        shapes = [(len(self._ids) * rows, self._length) for rows in wanted]
-        made = [self._allocate(shape, torch.int64) for shape in shapes]
-        self._widen(*(ids.numpy() for ids in made))
-        if self.has_padding:
-            for ids in made:
-                zero_padding(ids.numpy(), self._pad)
+    def _filled(self, names: Collection[str], allocate: Allocate) -> dict[str, Tensor]:
+        """Those of PLAIN, by one call."""
+        shape = len(self._ids), self._length
+        made = {name: allocate(shape, PLAIN[name]) for name in names}
+        arrays = [
+            made[name].numpy() if name in made else _NOT_MADE[dtype]
+            for name, dtype in PLAIN.items()
+        ]
+        fill_fields(self._ids, np.array(self.starts, np.int64), *arrays)
+        if "labels" in made and self._ids.shape[1] == self._length:
+            made["labels"].numpy()[:, -1] = self._pad
         return made
-
-    def _widen(self, tokens: Ids, labels: Ids) -> None:
-        widen_ids(self._ids, tokens, labels)
-        if self._ids.shape[1] == self._length:
-            labels[:, -1] = self._pad
 
     @cached_property
     def loss_mask(self) -> Tensor:
         """float32 [rows, S]."""
-        config = self.config
-        mask = self._allocate((len(self._ids), self._length), torch.float32)
-        if self.has_padding or config.eod_mask_loss:
-            make_mask(*self._raw, self._pad, self._eod, config.eod_mask_loss, mask.numpy())
+        if self._has_mask:
+            mask = self._allocate((len(self._ids), self._length), torch.float32)
+            mask_eod = self.config.eod_mask_loss
+            make_mask(*self._raw, self._pad, self._eod, mask_eod, mask.numpy())
         else:
-            fill_ones(mask.numpy())
+            mask = self._plain["loss_mask"]
         has_loss = self.samples.columns.get("has_loss")
         if has_loss is not None:
             width = self._ids.shape[1]
@@ -148,11 +169,10 @@ class HostFields(FieldInputs):
         """int64 [rows, S]."""
         if self._sequences is not None:
             return self._sequences[2]
+        if not self.config.reset_position_ids:
+            return self._plain["position_ids"]
         positions = self._allocate((len(self._ids), self._length), torch.int64)
-        if self.config.reset_position_ids:
-            make_positions(self._raw[0], self._eod, positions.numpy())
-        else:
-            count_up(np.array(self.starts, np.int64), positions.numpy())
+        make_positions(self._raw[0], self._eod, positions.numpy())
         return positions
 
     @cached_property
