@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega import DataConfig, PhaseConfig, StorageConfig, StreamLoader
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
 from streammega.dataset.names import Kind
 from streammega.errors import ConfigError
+from streammega.order.sharding import zigzag_bounds
+from streammega.parallel.broadcast import samples_of
+from streammega.parallel.fields import rank_fields
 from tests.support.builders import write_manifest
 from tests.support.expected import check_batch, shards_of
 
@@ -73,11 +77,13 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     gone=st.sets(st.integers(0, 50), max_size=20),
     since=st.sampled_from([0, 9, 20]),
     ranks=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2, 3]),
+    changes=st.booleans(),
 )
 def test_batches_of_any_features_are_those_of_the_files(
     data: Path, tmp_path_factory: pytest.TempPathFactory, order: Any, kind: str, flags: set[str],
     fields: Any, masked_by_mode: bool, pad_id: int | None, add_extra_token: bool, by_documents: bool,
-    gone: set[int], since: int, ranks: int,
+    gone: set[int], since: int, ranks: int, cp: int, changes: bool,
 ) -> None:  # fmt: skip
     folder = data / kind
     names = [str(folder / name / name) for name in ("web", "code")]
@@ -102,6 +108,9 @@ def test_batches_of_any_features_are_those_of_the_files(
             storage=StorageConfig(cache_dir=tmp_path_factory.getbasetemp() / "orders"),
             **chosen,
         )
+        if order == "stream" and changes:  # of the weights, in the middle of what is read below
+            other = [(names[0], 0.2), (names[1], 0.8)]
+            config = replace(config, phases=[PhaseConfig(first_sample=12, blend=other)])
         sizes: Any = {"micro_batch_size": 2, "global_batch_size": GLOBAL, "dp_size": ranks}
         loaders = [StreamLoader(config, dp_rank=rank, **sizes) for rank in range(ranks)]
     except ConfigError as error:
@@ -117,3 +126,19 @@ def test_batches_of_any_features_are_those_of_the_files(
             for consumed in islice(loader.dataset.positions(), 8):
                 check_batch(next(loader), loader.dataset, consumed, **truth)
                 check_batch(loader.dataset.batch(consumed), loader.dataset, consumed, **truth)
+    if by_documents:  # whose bounds ids do not tell
+        return
+    for rank in range(cp):
+        bounds = zigzag_bounds(LENGTH, rank, cp)
+        kept = np.concatenate([np.arange(*part) for part in bounds])
+        with StreamLoader(
+            config, **sizes, dp_rank=0, ids_only=True, cp_rank=rank, cp_size=cp
+        ) as loader:
+            for consumed in islice(loader.dataset.positions(), 8):
+                raw = next(loader)
+                segment = loader.dataset.samples.segment_at(consumed)
+                assert [*raw] == ["ids", "valid", *segment.columns, "dataset_id"]
+                batch = rank_fields(samples_of(raw), config, bounds)
+                if cp > 1:  # of the kept tokens: cut where the parts meet too
+                    batch.pop("cu_seqlens", None)
+                check_batch(batch, loader.dataset, consumed, **truth, kept=kept)

@@ -165,15 +165,18 @@ def check_batch(
     excluded: Excluded | None = None,
     learned: set[int] | None = None,
     local: Callable[[str], str] = str,
+    kept: Any = slice(None),
 ) -> None:
-    """Compare a batch of a rank with what it must be. local: the local name of a file that is remote."""
+    """Compare a batch of a rank with what it must be. local: the local name of a file that is remote.
+    kept: the tokens that a context-parallel rank keeps.
+    """
     segment = dataset.samples.segment_at(consumed)
     numbers = dataset.sample_ids(consumed).tolist()
     rows = [sample_of(segment, number, excluded or {}, learned, local) for number in numbers]
     for name in batch:
-        wanted = [row[name] for row in rows]
+        wanted = [row[name.removesuffix("_whole")] for row in rows]
         got = batch[name].numpy()
-        if name == "cu_seqlens":
+        if name.startswith("cu_seqlens"):
             fill = segment.config.sequence_length
             width = max(map(len, wanted))
             wanted = [np.pad(row, (0, width - len(row)), constant_values=fill) for row in wanted]
@@ -183,4 +186,7 @@ def check_batch(
                 got = np.array(
                     [np.pad(row, (0, width - len(row)), constant_values=fill) for row in rest]
                 )
-        np.testing.assert_array_equal(got, np.stack(wanted), f"{name} of samples {numbers}")
+        expected = np.stack(wanted)
+        if expected.ndim > 1 and name not in ("cu_seqlens", "cu_seqlens_whole"):
+            expected = expected[..., kept, :] if name == "attention_mask" else expected[:, kept]
+        np.testing.assert_array_equal(got, expected, f"{name} of samples {numbers}")
