@@ -27,7 +27,6 @@ from streammega.loading.torch_dataset import StreamingDataset
 from streammega.samples.field_inputs import Batch
 from streammega.samples.rows import kept_parts_of
 from streammega.samples.segments import short_names
-from streammega.samples.source import all_files
 from streammega.storage.fork_lock import process_lock
 
 log = get_logger(__name__)
@@ -276,8 +275,7 @@ class StreamLoader:
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
         """The dtype of "ids": the widest of all files."""
-        files = all_files(self.dataset.samples.files)
-        return np.result_type(*(file.dtype for file in files))
+        return self.dataset.samples.segments[0].file_table.dtype
 
     @cached_property
     def columns(self) -> dict[str, np.dtype[Any]]:

@@ -233,7 +233,7 @@ class Planner:
         files = self.files
         dataset = extents.dataset_of_sample
         extents = self.kept.cut(extents)
-        file = files.files_of(extents)
+        file = files.checked_file_of_rows(extents)
         in_sample = rows_of(extents)
         itemsize = files.itemsize[file]
         start_byte = extents.start * itemsize

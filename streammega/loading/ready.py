@@ -51,7 +51,7 @@ class Assembler:
         self._config = steps.config
         (segment,) = steps.samples.segments
         self._names = segment.field_names
-        self._is_packed = segment.is_packed
+        self._extra_token = segment.has_extra_token
         self._form = form
         self._allocate = allocate
 
@@ -73,7 +73,7 @@ class Assembler:
                 self._names,
                 self._allocate,
                 batches=batches,
-                packed=self._is_packed,
+                extra_token=self._extra_token,
             )
             made = make_fields(inputs, self._names, batches)
         if self._form == "both":

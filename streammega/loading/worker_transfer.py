@@ -30,21 +30,19 @@ class FieldsOfPhase:
 
     config: FieldsConfig
     names: Sequence[str]
-    packed: bool
+    extra_token: bool
 
     @classmethod
     def of(cls, steps: MicroSteps) -> FieldsOfPhase:
         """Those of some micro-steps."""
-        config = steps.config
         (segment,) = steps.samples.segments
-        packed = segment.is_packed or not config.add_extra_token
         # a message has no datasets, which may be many thousands
-        return cls(config.alone(), segment.field_names, packed)
+        return cls(steps.config.alone(), segment.field_names, segment.has_extra_token)
 
     def inputs(self, samples: Samples) -> HostFields:
         """What the fields are made of. Raises FormatError for an id outside of the vocabulary."""
         memory = recycled_memory()
-        return HostFields(samples, self.config, self.names, memory, packed=self.packed)
+        return HostFields(samples, self.config, self.names, memory, extra_token=self.extra_token)
 
 
 class WorkerBatch(dict[str, Any]):

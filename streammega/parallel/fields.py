@@ -20,6 +20,7 @@ from streammega.samples.device_fields import NO_ID, DeviceFields
 from streammega.samples.field_inputs import Batch, FieldInputs, Samples, make_fields
 from streammega.samples.fields import cu_seqlens
 from streammega.samples.host_fields import HostFields
+from streammega.samples.rows import KeptParts
 
 Bounds = Sequence[tuple[int, int]]
 """[start, stop) of the parts of a sample that a rank keeps, in tokens."""
@@ -101,7 +102,9 @@ def rank_fields(
             made[name] = field.reshape(-1, len(bounds) * field.shape[1])
     if of_whole:
         max_documents = documents.max_documents if documents else None
-        uncut = _made(samples, config, of_whole, may_pad, max_documents, (0,))
+        # columns are of parts: a field that is made of them cannot need whole samples
+        alone = samples._replace(columns={})
+        uncut = _made(alone, config, of_whole, may_pad, max_documents, (0,))
         made |= split_batch(uncut, bounds, documents.max_kept_documents if documents else None)
     order = [kept for name in FIELDS for kept in (name, f"{name}_whole")]
     return {name: made[name] for name in order if name in made}
@@ -127,14 +130,10 @@ def _made(
 
 def _cut(samples: Samples, bounds: Bounds) -> Samples:
     """Whole samples in parts, each with the token after it. Columns may be of parts already."""
-
-    def cut(array: Tensor) -> Tensor:
-        parts = [array[:, start : stop + 1] for start, stop in bounds]
-        return torch.stack(parts, 1).flatten(0, 1)
-
-    ids = cut(samples.ids)
+    kept = KeptParts(bounds=[(start, stop + 1) for start, stop in bounds])
+    ids = kept.cut_rows(samples.ids)
     columns = {
-        name: column if len(column) == len(ids) else cut(column)
+        name: column if len(column) == len(ids) else kept.cut_rows(column)
         for name, column in samples.columns.items()
     }
     starts = torch.tensor([start for start, _ in bounds], device=samples.valid.device)
@@ -155,6 +154,8 @@ def split_batch(batch: Batch, parts: Bounds, max_documents: int | None = None) -
         if name == "cu_seqlens":
             kept["cu_seqlens"] = split_cu_seqlens(field, parts, max_documents)
             kept["cu_seqlens_whole"] = field
+        elif not FIELDS[name].tokens_dim:
+            kept[name] = field
         else:
             dim = FIELDS[name].tokens_dim
             cuts = [field.narrow(dim, start, stop - start) for start, stop in parts]

@@ -84,7 +84,8 @@ class Gatherer:
             values = self._allocate(shape, torch_dtype(column.dtype))
             values.fill_(column.fill)
             column.make(GatheredRows(self._table.files, runs, excluded), values.numpy())
-            columns[name] = self._cut(values)
+            is_cut = self._kept_of_columns == self._kept
+            columns[name] = values if is_cut else self._kept_of_columns.cut_rows(values)
         pieces = None
         if self._config.inter_document_masking:
             splits = rows.row_splits[first : last + 1]
@@ -93,13 +94,6 @@ class Gatherer:
         dataset_id = self._allocate(((last - first) // parts,), torch.int64)
         dataset_id.numpy()[:] = rows.dataset[first // parts : last // parts]
         return Samples(ids, valid, columns, dataset_id, pieces)
-
-    def _cut(self, values: Tensor) -> Tensor:
-        """The kept parts of a column, where ids are whole."""
-        if self._kept_of_columns == self._kept:
-            return values
-        parts = [values[:, start:stop] for start, stop in self._kept_of_columns.bounds]
-        return torch.stack(parts, 1).flatten(0, 1)
 
     def _copy_rows(
         self,
@@ -142,7 +136,7 @@ def read_samples(source: SegmentSource, sample_ids: Integers) -> Samples:
     """
     extents = source.locate(sample_ids)
     table = source.file_table
-    file = table.files_of(extents)
+    file = table.checked_file_of_rows(extents)
     itemsize = table.itemsize[file]
     in_sample = rows_of(extents)
     start, stop = extents.start * itemsize, extents.stop * itemsize
@@ -213,6 +207,6 @@ def read_fields(source: SegmentSource, sample_ids: Integers, *, bounds: bool = F
     if not (bounds or config.inter_document_masking):
         names = [name for name in names if name != "cu_seqlens"]
     samples = read_samples(source, sample_ids)
-    inputs = HostFields(samples, config, names, packed=source.is_packed)
+    inputs = HostFields(samples, config, names, extra_token=source.has_extra_token)
     (batch,) = make_fields(inputs, names)
     return batch

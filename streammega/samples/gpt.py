@@ -146,7 +146,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
                 self.sequence_ids,
                 plain(num_samples),
                 config.sequence_length,
-                self._has_extra_token,
+                self.has_extra_token,
                 split != "valid" or config.drop_last_partial_validation_sequence,
             )
         except ConfigError as error:
@@ -254,11 +254,6 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         """Where each of them begins, in bytes."""
         return self.indexed.bin_offsets() if self.is_packed else self.indexed.sequence_offsets
 
-    @property
-    def _has_extra_token(self) -> bool:
-        """Whether a sample has a token after its last; one that is a bin has none."""
-        return self.config.add_extra_token and not self.is_packed
-
     @cached_property
     def digest(self) -> str:
         """A digest of what the order depends on in this dataset, wherever it is: dtype and sequence
@@ -295,7 +290,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             "sequence_length": self.config.sequence_length,
             "seed": self.config.seed,
             "num_samples": self.shape.num_samples,
-            "add_extra_token": self._has_extra_token,
+            "add_extra_token": self.has_extra_token,
             "drop_last": self.shape.drop_last,
             "sequences": [int(ids[0]), int(ids[-1]) + 1, len(ids)],
             "dataset": self.digest,

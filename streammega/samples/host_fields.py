@@ -61,7 +61,7 @@ class HostFields(FieldInputs):
     """Makes the fields of samples on the host. Each is made once.
 
     has_padding: whether some label is padding. allocate: makes the results. batches: micro-batches of
-    equal size that the samples are. packed: samples are bins, which have no extra token.
+    equal size that the samples are. extra_token: whether samples have a token after the last.
 
     Raises FormatError for an id outside of the vocabulary, ConfigError where labels have no loss and
     `names`, the fields to make, have no loss_mask.
@@ -75,14 +75,14 @@ class HostFields(FieldInputs):
         allocate: Allocate = new_memory,
         *,
         batches: int = 1,
-        packed: bool = False,
+        extra_token: bool = True,
         starts: Sequence[int] = (0,),
     ) -> None:
         super().__init__(samples, config, starts)
         self._names = names
         self._allocate = allocate
         self._batches = batches
-        self._is_packed = packed
+        self._extra_token = extra_token
         self._length = length = config.sequence_length
         self._pad = pad = config.effective_pad_id
         self._eod = or_none(config.eod_id)
@@ -218,9 +218,8 @@ class HostFields(FieldInputs):
         cu_seqlens = self._allocate((samples, length + 1), torch.int32)
         max_seqlen = self._allocate((samples,), torch.int32)
         position_ids = self._allocate((samples, length), torch.int64)
-        has_extra = getattr(self.config, "add_extra_token", True) and not self._is_packed
         sequence_bounds(
-            row_splits, size, int(has_extra),
+            row_splits, size, int(self._extra_token),
             cu_seqlens.numpy(), max_seqlen.numpy(), position_ids.numpy(),
         )  # fmt: skip
         return cu_seqlens, max_seqlen, position_ids

@@ -30,7 +30,7 @@ from streammega.order.extents import cut_extents
 from streammega.samples.document_names import DocumentName, DocumentNames
 from streammega.samples.gather import read_samples
 from streammega.samples.open import check_sample_ids, open_source
-from streammega.samples.source import SampleSource, file_of_rows
+from streammega.samples.source import SampleSource
 from streammega.storage.progress import ProgressObserver
 from streammega.storage.thread_pool import ordered_map
 
@@ -259,7 +259,7 @@ class Provenance:
         """The samples of a stretch that read tokens of some intervals."""
         sample_ids = np.arange(stretch.start, stretch.stop)
         extents = self.source.locate(sample_ids)
-        file = file_of_rows(self.source.files, extents)
+        file = self.source.segments[0].file_table.file_of_rows(extents)
         start, stop = extents.start, extents.stop
         row = place = np.empty(0, np.int64)
         while True:

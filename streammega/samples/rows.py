@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from streammega.errors import ShortReadError
 from streammega.errors.cached_property import cached_property
@@ -56,6 +58,13 @@ class KeptParts:
     def cut(self, extents: Extents) -> Extents:
         """The extents of the kept parts, with each part as a sample."""
         return cut_extents(extents, self.bounds) if self.bounds else extents
+
+    def cut_rows(self, array: Tensor) -> Tensor:
+        """The kept parts of values of whole samples, [samples, tokens] -> [samples * parts, tokens]."""
+        if not self.bounds:
+            return array
+        parts = [array[:, start:stop] for start, stop in self.bounds]
+        return torch.stack(parts, 1).flatten(0, 1)
 
 
 WHOLE = KeptParts()
@@ -126,11 +135,15 @@ class FileTable:
         """The number of each file's dtype, int64 [files]."""
         return np.array([self.dtype_numbers[file.dtype] for file in self.files], np.int64)
 
-    def files_of(self, extents: Extents) -> Integers:
-        """The number of the file of each row. Raises ShortReadError for a row that is not within its
-        file: kernels do not check this.
+    def file_of_rows(self, extents: Extents) -> Integers:
+        """The number of the file of each row."""
+        return self.firsts[extents.dataset].astype(np.int64) + extents.file
+
+    def checked_file_of_rows(self, extents: Extents) -> Integers:
+        """The same. Raises ShortReadError for a row that is not within its file: kernels do not check
+        this.
         """
-        file = self.firsts[extents.dataset].astype(np.int64) + extents.file
+        file = self.file_of_rows(extents)
         outside = np.flatnonzero((extents.stop > self.num_tokens[file]) | (extents.start < 0))
         if len(outside):
             row = outside[0]

@@ -109,6 +109,11 @@ class SegmentSource(ABC):
         return are_packed(all_files(self.files))
 
     @cached_property
+    def has_extra_token(self) -> bool:
+        """Whether a sample has a token after its last; one that is a bin has none."""
+        return self.config.add_extra_token and not self.is_packed
+
+    @cached_property
     def masks_loss(self) -> bool:
         """Whether modes or excluded documents leave some tokens without loss."""
         return self.excluded is not None or has_modes(all_files(self.files))
@@ -245,9 +250,3 @@ def check_fields(source: SegmentSource) -> None:
 def all_files(files: Sequence[Sequence[TokenFile]]) -> list[TokenFile]:
     """The files of all datasets, end to end."""
     return [file for of_dataset in files for file in of_dataset]
-
-
-def file_of_rows(files: Sequence[Sequence[TokenFile]], extents: Extents) -> Integers:
-    """The number, among all files, of the file of each row."""
-    first_file = np.cumsum([0, *(len(of_dataset) for of_dataset in files)])
-    return first_file[extents.dataset].astype(np.int64) + extents.file

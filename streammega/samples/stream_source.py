@@ -28,15 +28,13 @@ from streammega.order.stream_order import (
     usage_of,
 )
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
-from streammega.samples.packed import are_packed, check_one_kind, check_packing, trim_padding
+from streammega.samples.packed import check_one_kind, check_packing, trim_padding
 from streammega.samples.segments import SplitData
 from streammega.samples.source import (
     Integers,
     SampleSource,
     SegmentSource,
     Span,
-    all_files,
-    file_of_rows,
 )
 from streammega.samples.stream_datasets import open_datasets
 from streammega.samples.token_file import TokenFile
@@ -71,8 +69,6 @@ class StreamSegment(SegmentSource):
         largest = max(order.weights)
         self.shares = normalized([weight / largest for weight in order.weights])
         self.tokens_per_epoch = [dataset.tokens for dataset in order.datasets]
-        self._all_files = all_files(files)
-        self._is_packed = are_packed(self._all_files)
 
     @property
     def num_samples(self) -> int | None:
@@ -84,14 +80,15 @@ class StreamSegment(SegmentSource):
         earlier segments left unread.
         """
         extents = self.order.locate(sample_ids)
-        if not self._is_packed:
+        if not self.is_packed:
             return extents
-        return trim_padding(extents, self._all_files, file_of_rows(self.files, extents))
+        table = self.file_table
+        return trim_padding(extents, table.files, table.file_of_rows(extents))
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest of each dataset with its share."""
         order = self.order
-        packed = {"packed": True} if self._is_packed else {}
+        packed = {"packed": True} if self.is_packed else {}
         return packed | {
             "order": "stream",
             "order_version": STREAM_VERSION,

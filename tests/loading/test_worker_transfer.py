@@ -46,7 +46,7 @@ def in_worker(batch: dict[str, Any]) -> WorkerBatch:
             ids = ids.to(torch.uint16)
     config = FieldsConfig(sequence_length=ids.shape[1] - 1)
     samples = Samples(ids, torch.full((len(ids),), ids.shape[1]))
-    return WorkerBatch(batch, samples, FieldsOfPhase(config, config.field_names, packed=False))
+    return WorkerBatch(batch, samples, FieldsOfPhase(config, config.field_names, extra_token=True))
 
 
 def arrived(batch: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from streammega import DataConfig, ParallelLayout, StorageConfig, StreamingDataset, StreamLoader
+from streammega.config.fields import FIELDS
 from streammega.order.sharding import zigzag_bounds
 from tests.support.added_column import added, read_with_more
 from tests.support.gang import Gang
@@ -61,6 +62,12 @@ def test_a_loader_and_workers_have_it(config: DataConfig) -> None:
             np.testing.assert_array_equal(batch["place_ids"].numpy(), places)
         np.testing.assert_array_equal(dataset.batch(0)["place_ids"].numpy(), expected[0])
         assert "| `place_ids` | int64 | where tokens are | first |" in settings_page()
+
+
+def test_a_field_that_needs_whole_samples_has_no_columns_which_are_of_parts() -> None:
+    always = DataConfig(blend="x", sequence_length=8, eod_id=1, reset_position_ids=True)
+    for name, field in FIELDS.items():
+        assert not (field.columns and field.needs_whole(always)), name
 
 
 @pytest.mark.parametrize(
