@@ -415,8 +415,13 @@ class ProvenanceReader:
         if not 0 <= self._metadata.row_group(number).total_byte_size <= MAX_ROW_GROUP_BYTES:
             raise self._damaged(f"row group {number} claims to be larger than any is")
         try:
+            # By this thread alone: a thread of pyarrow that still lets go of a Python object when the
+            # interpreter ends aborts the process.
             file = pq.ParquetFile(
-                _FilePart(stored, start), metadata=self._metadata, read_dictionary=["path"]
+                _FilePart(stored, start),
+                metadata=self._metadata,
+                read_dictionary=["path"],
+                pre_buffer=False,
             )
             table = file.read_row_group(number, use_threads=False).combine_chunks()
             # Forged ones may have nulls, or numbers of paths that are not there.

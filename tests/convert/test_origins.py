@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,7 @@ from streammega.errors import AccessDeniedError, ConfigError, ConvertError, Form
 from streammega.storage import open_store
 from streammega.storage.object_ops import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
-from tests.support.builders import convert_bytes, convert_files, write_tar
+from tests.support.builders import convert_bytes, convert_files, write_parquet, write_tar
 
 STORAGE = StorageConfig()
 
@@ -483,3 +486,39 @@ def test_joining_keeps_the_order_and_the_paths() -> None:
     )
     joined = concat_origins([one, other])
     assert [joined[row].path for row in range(3)] == ["a", "b", "a"]
+
+
+READS = {
+    "rows": "convert([prefix + '.parquet'], prefix + '-2', tokenizer='bytes', text_keys=['text', 'name'], workers=1)",
+    "origins": "IndexedDataset(prefix).origin(3)",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are seen in /proc only")
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_parquet_leaves_no_threads_of_pyarrow(read: str, tmp_path: Path) -> None:
+    """Such a thread may still hold a Python object when the interpreter ends. That aborted one of
+    thirty processes.
+    """
+    texts = [f"text {number}" for number in range(20)]
+    rows = write_parquet(tmp_path / "web.parquet", texts, name=texts)
+    convert_bytes(tmp_path / "web", rows, provenance=True)
+    code = (
+        "import os, sys, time\n"
+        "import pyarrow.parquet\n"
+        "from streammega import IndexedDataset\n"
+        "from streammega.convert import convert\n"
+        "threads = lambda: set(os.listdir('/proc/self/task'))\n"
+        "prefix = sys.argv[1]\n"
+        "before = threads()\n"
+        f"{read}\n"
+        "end = time.monotonic() + 5\n"  # threads of ours end by themselves
+        "while threads() - before and time.monotonic() < end: time.sleep(0.01)\n"
+        "sys.exit(bool(threads() - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "web")],
+        env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},  # jemalloc has a thread too
+        check=False,
+    )
+    assert done.returncode == 0

@@ -67,7 +67,10 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
 
     piece = source.piece
     with source.open_stored() as file:
-        table = pq.ParquetFile(file, page_checksum_verification=True)
+        # Read and decoded by this thread alone: the workers of a conversion are its threads, and a
+        # thread of pyarrow that still lets go of a Python object when the interpreter ends aborts
+        # the process, or never ends.
+        table = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
         stop = table.num_row_groups if piece.stop < 0 else piece.stop
         groups = [table.metadata.row_group(number) for number in range(stop)]
         wanted = groups[piece.start :]
@@ -81,7 +84,10 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
             stop_row += group.num_rows
             try:
                 rows_at_once = _rows_at_once(file, table.metadata, number, columns)
-                for batch in table.iter_batches(rows_at_once, row_groups=[number], columns=columns):
+                batches = table.iter_batches(
+                    rows_at_once, row_groups=[number], columns=columns, use_threads=False
+                )
+                for batch in batches:
                     read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
                     source.skipped.note_read(read)
                     yield from _rows(batch, paths, source, row)
@@ -141,8 +147,8 @@ def _check_descriptions(file: Any, metadata: Any, number: int, names: Sequence[s
 
     unread = _Unread(file.seek(0, os.SEEK_END))
     with contextlib.suppress(_IsRead):
-        table = pq.ParquetFile(unread, metadata=metadata, buffer_size=1)
-        next(table.iter_batches(1, row_groups=[number], columns=names), None)
+        table = pq.ParquetFile(unread, metadata=metadata, buffer_size=1, pre_buffer=False)
+        next(table.iter_batches(1, row_groups=[number], columns=names, use_threads=False), None)
 
 
 class _IsRead(Exception):
@@ -180,10 +186,10 @@ def _largest_text(file: Any, metadata: Any, number: int, path: str) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    options = {"read_dictionary": [path], "buffer_size": DICTIONARY_BYTES}
+    options = {"read_dictionary": [path], "buffer_size": DICTIONARY_BYTES, "pre_buffer": False}
     try:
         table = pq.ParquetFile(file, metadata=metadata, **options)
-        batch = next(table.iter_batches(1, row_groups=[number], columns=[path]))
+        batch = next(table.iter_batches(1, row_groups=[number], columns=[path], use_threads=False))
         column = batch.column(0)
         while not pa.types.is_dictionary(column.type):
             column = column.field(0) if pa.types.is_struct(column.type) else column.values
