@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from streammega.config import Column as Column
     from streammega.config import DataConfig as DataConfig
     from streammega.config import FieldsConfig as FieldsConfig
     from streammega.config import PhaseConfig as PhaseConfig
@@ -48,6 +49,7 @@ __version__ = "0.2.0"
 # Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed
 # to convert.
 _HOMES = {
+    "Column": "streammega.config",
     "DataConfig": "streammega.config",
     "FieldsConfig": "streammega.config",
     "PhaseConfig": "streammega.config",

@@ -524,14 +524,13 @@ def _simulate_rank(
     storage = steps.config.storage
     plan = plan_reading(steps, 0, storage.memory_bytes, ahead=prefetch)
     memory = plan.memory
-    table = plan.planner.table
     fetcher.pool.budget = memory.fetch_bytes
     positions = iter(range(0, num_batches * steps.step_samples, steps.step_samples))
     stats = Stats()
     lookahead = Lookahead(steps, plan, positions, fetcher=fetcher, stats=stats)  # type: ignore[arg-type]
-    sample_bytes = (
-        steps.config.sequence_length + 1
-    ) * plan.table.dtype.itemsize + 8  # with its length
+    columns = steps.samples.segments[0].columns.values()
+    token_bytes = plan.table.dtype.itemsize + sum(column.token_bytes for column in columns)
+    sample_bytes = (steps.config.sequence_length + 1) * token_bytes + 8  # with its length
     groups: list[_Taken] = []
     num_recorded = 0
     most_ready = 0
@@ -544,10 +543,13 @@ def _simulate_rank(
         group = lookahead.take_group()
         if group is None:
             break
-        fetcher.wait(group.buffers)
-        arrived = max((fetcher.ready_at[id(buffer)] for buffer in group.buffers), default=None)
-        window = group.window
-        fetcher.release(table.release_rows(window.slot[group.rows], window.size[group.rows]))
+        needed = [buffer for buffers in group.buffers for buffer in buffers]
+        fetcher.wait(needed)
+        arrived = max((fetcher.ready_at[id(buffer)] for buffer in needed), default=None)
+        for files, window in zip(plan.files, group.windows, strict=True):
+            rows = window.rows_of(group.first, group.last)
+            table = files.planner.table
+            fetcher.release(table.release_rows(window.slot[rows], window.size[rows]))
         batches = len(group.consumed)
         nbytes = batches * steps.micro_batch_size * sample_bytes
         in_memory = sum(

@@ -1,6 +1,7 @@
 """Settings, checked once. Frozen and keyword-only, with units in the name or the docstring."""
 
 from streammega.config.blends import MAX_DATASETS, Blend, parse_blend
+from streammega.config.columns import Column
 from streammega.config.data import MAX_SAMPLES, DataConfig, FieldsConfig
 from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import ExcludedList, ExcludedNames, PhaseConfig, Segment
@@ -12,6 +13,7 @@ __all__ = [
     "MAX_SAMPLES",
     "ORDERS",
     "Blend",
+    "Column",
     "DataConfig",
     "FieldsConfig",
     "MiB",

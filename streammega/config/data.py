@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Annotated, Any
 
 from streammega.config.blends import Blend, parse_blend
+from streammega.config.columns import Column, read_columns
 from streammega.config.fields import DEFAULT, FIELDS
 from streammega.config.orders import ORDERS, Order
 from streammega.config.phases import (
@@ -223,6 +224,11 @@ class DataConfig(FieldsConfig):
     `stream`: shuffled for object storage. `sequential`: every dataset in its stored order; a blend
     draws from its datasets as in the Megatron order.
     """
+    columns: Mapping[str, Any] | Sequence[str] = ()
+    """What is stored for each token next to the ids and read with them, such as ["teacher_ids"]: batches
+    have each under its name, [batch, S, width], or [batch, S] for one value a token. As a mapping,
+    {"weight": Column(missing=1.0)}, it says how: docs/columns.md.
+    """
     inter_document_masking: bool = False
     """Tokens do not attend over the bounds of sequences in the `.idx`, whatever their ids, in
     Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
@@ -302,6 +308,7 @@ class DataConfig(FieldsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
+        object.__setattr__(self, "columns", read_columns(self.columns))
         self._check_blends()
         if self.inter_document_masking:
             self._check_masking()
@@ -336,6 +343,11 @@ class DataConfig(FieldsConfig):
         super()._check_all_is_learned()
         if not self.add_extra_token:
             raise ConfigError(NO_MASK.format("add_extra_token=False"))
+
+    @property
+    def column_settings(self) -> Mapping[str, Column]:
+        """`columns` in its one form: how each is read, by name."""
+        return dict(self.columns)  # type: ignore[arg-type]  # a mapping since it was checked
 
     def segments(self, split: str) -> list[Segment]:
         """What holds in a split from which sample on. Training alone has more than one, so that

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 DEFAULT = "default"
 """In a list of fields: those that batches have by default. Python code writes `...` too."""
 FIRST, MIDDLE, LAST = "first", "middle", "last"
 """Stages of a pipeline. Those in the middle get fields only if they ask for them."""
+
+
+ITEMSIZES = {
+    "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "float32": 4, "float64": 8,
+    "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of a value of each dtype, by torch's names."""
 
 
 def _never(_: Any) -> bool:
@@ -48,7 +55,7 @@ class Field(NamedTuple):
 
     def nbytes(self, length: int) -> int:
         """Bytes that it has for a sample of `length` tokens, at most."""
-        return np.dtype(self.dtype).itemsize * self.size(length)
+        return ITEMSIZES[self.dtype] * self.size(length)
 
 
 FIELDS: dict[str, Field] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -105,6 +105,7 @@ class IndexedDataset(Sequence["Item"]):
             that names none.
         storage: credentials, transport, limits, and the `cache_dir` of `.idx` copies.
         manifest: what the name is, where that is known: then nothing is asked about it.
+        columns: those of the dataset that will be read.
         fast_cache_load, sequences_per_dataset, dtype_code: Megatron's, at their defaults only: an
             `.idx` is always read.
 
@@ -122,6 +123,7 @@ class IndexedDataset(Sequence["Item"]):
         prefix: str = "",
         storage: StorageConfig | None = None,
         manifest: Manifest | None = None,
+        columns: Collection[str] = (),
         fast_cache_load: bool = False,
         sequences_per_dataset: Any = None,
         dtype_code: int | None = None,
@@ -153,7 +155,7 @@ class IndexedDataset(Sequence["Item"]):
         self.storage = storage
         self._with_modes = multimodal
         known = {} if manifest is None else {name: manifest}
-        self.shards: list[str] = open_with([name], self.storage, self._open, known)
+        self.shards: list[str] = open_with([name], self.storage, self._open, known, columns=columns)
         """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -163,8 +165,10 @@ class IndexedDataset(Sequence["Item"]):
 
     def _open(self, manifests: list[Manifest]) -> list[str]:
         """Open all shards; returns their names."""
-        (self._manifest,) = manifests
-        self._shards = self._manifest.shards
+        self.manifest: Manifest
+        """What the name is."""
+        (self.manifest,) = manifests
+        self._shards = self.manifest.shards
         opened = [open_tokens(shard, self.storage) for shard in self._shards]
         self._sizes = [shard.token_bytes for shard in self._shards]
         self.store: Store
@@ -180,7 +184,7 @@ class IndexedDataset(Sequence["Item"]):
         # Now, because errors belong here. Not through the property: before Python 3.12 it would open
         # one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
-        self.content = content_of(self._manifest)
+        self.content = content_of(self.manifest)
         """A digest of what it holds, the same wherever it is stored."""
         etags = [self.bin_info.etag, *(shard.index_etag for shard in self._shards)]
         joined = "\n".join(map(bare_version, etags)).encode()
@@ -263,14 +267,14 @@ class IndexedDataset(Sequence["Item"]):
         """The modes of sequences that are learned, by the manifest; None where it has none, or there
         is no manifest.
         """
-        return None if self.sequence_modes is None else self._manifest.learned_modes(self.name)
+        return None if self.sequence_modes is None else self.manifest.learned_modes(self.name)
 
     @property
     def bin_tokens(self) -> int | None:
         """Tokens of a bin, by the manifest; None where documents are end to end, or there is no
         manifest.
         """
-        return self._manifest.bin_tokens
+        return self.manifest.bin_tokens
 
     @property
     def num_bins(self) -> int:
@@ -301,7 +305,7 @@ class IndexedDataset(Sequence["Item"]):
     @property
     def tokenizers(self) -> set[TokenizerLabel]:
         """The tokenizers of its shards, as far as manifests name them."""
-        return self._manifest.tokenizers
+        return self.manifest.tokenizers
 
     @cached_property
     def _documents(self) -> tuple[list[ShardDocuments], NDArray[np.int64]]:

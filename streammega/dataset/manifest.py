@@ -16,6 +16,7 @@ import dacite
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.dataset.columns import StoredColumn, column_of
 from streammega.dataset.idx import CODE_OF_DTYPE, index_bytes
 from streammega.dataset.labels import Label, LossModes, TokenizerLabel
 from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_suffix
@@ -112,7 +113,8 @@ class Manifest:
     dataset has no modes. origins: xxh3-128 of the `.origins` of each shard; None: it has no such
     files. pack: the "length" of bins in tokens, how many there are ("bins"), and their tokens of no
     document ("padding"); None: documents are end to end. chat_template: its name, digest and
-    variables; None: no template wrote the conversations.
+    variables; None: no template wrote the conversations. columns: what is stored for each token next to
+    the ids; in no identity.
     seen_at: the folder and endpoint where the ETags of shards were seen. They do not count in a copy.
     folder_labels: what manifests in a folder say of its shards. pointers: (shard, sequence of it, its first
     token) at cuts of splits. A manifest that is written for one dataset has neither.
@@ -132,6 +134,7 @@ class Manifest:
     origins: list[str] | None = None
     pack: dict[str, int] | None = None
     chat_template: dict[str, Any] | None = None
+    columns: tuple[StoredColumn, ...] = ()
     seen_at: str = ""
     folder_labels: tuple[Label, ...] | None = None
     pointers: tuple[tuple[int, int, int], ...] = ()
@@ -197,8 +200,8 @@ class Manifest:
     def to_json(self) -> bytes:
         """The stored form. Names of shards have no folder."""
         stored = self.stored()
-        for shard in stored["shards"]:
-            shard["name"] = shard["name"].rpartition("/")[2]
+        for item in (*stored["shards"], *_stored_files(stored)):
+            item["name"] = item["name"].rpartition("/")[2]
         text = json.dumps({"format": FORMAT, "version": VERSION, **stored}, indent=1) + "\n"
         return text.encode()
 
@@ -210,13 +213,21 @@ class Manifest:
             "origins",
             "pack",
             "chat_template",
+            "columns",
             "seen_at",
             "folder_labels",
             "pointers",
         ):
             if values[name] in (None, "", ()):
                 del values[name]
+        if self.columns:
+            values["columns"] = [column.stored() for column in self.columns]
         return values | {"shards": [_stored_shard(shard, self) for shard in self.shards]}
+
+
+def _stored_files(stored: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The files of columns that a stored manifest lists."""
+    return [file for column in stored.get("columns", ()) for file in column["files"] if file]
 
 
 def _stored_shard(shard: Shard, manifest: Manifest) -> dict[str, Any]:
@@ -311,10 +322,18 @@ def check_manifest(manifest: Manifest, url: str, *, in_folder: bool = True) -> N
             f"{url}: is a damaged manifest: it has origins of {len(manifest.origins)} shards, and "
             f"{len(manifest.shards)} shards; convert again"
         )
+    for column in manifest.columns:
+        if len(column.files) != len(manifest.shards):
+            raise FormatError(
+                f"{url}: is a damaged manifest: column {column.name!r} has {len(column.files)} files, and "
+                f"there are {len(manifest.shards)} shards; write the column again"
+            )
+    if len({column.name for column in manifest.columns}) < len(manifest.columns):
+        raise FormatError(f"{url}: is a damaged manifest: it lists a column twice; copy it again")
     # Names become paths. One that leads elsewhere could make readers and writers touch other files.
-    leads_elsewhere = in_folder and any(
-        not _is_name_in_folder(shard.name) for shard in manifest.shards
-    )
+    names = [shard.name for shard in manifest.shards]
+    names += [file.name for column in manifest.columns for file in column.files if file]
+    leads_elsewhere = in_folder and not all(map(_is_name_in_folder, names))
     kinds = {manifest.kind, *(shard.kind for shard in manifest.shards)}
     if kinds - SUFFIXES.keys() or leads_elsewhere:
         raise FormatError(
@@ -344,6 +363,8 @@ def manifest_of(stored: Mapping[str, Any]) -> Manifest:
         if type(shard) is not Shard:
             raise ValueError(f"its shard {number} lacks a field, or has one of another type")
     values = {**stored, "shards": []}
+    if "columns" in stored:
+        values["columns"] = tuple(map(column_of, stored["columns"]))
     if "folder_labels" in stored:
         values["folder_labels"] = tuple(map(Label.of_stored, stored["folder_labels"]))
     if "pointers" in stored:
@@ -408,10 +429,24 @@ def shard_names(manifest: Manifest, url: str) -> list[str]:
 
 def shards_at(manifest: Manifest, url: str) -> list[Shard]:
     """The shards of the manifest at `url`, by their full names, in order."""
-    if "/" not in url:  # in the working directory
-        return manifest.shards
-    folder = join_url(parent_url(url), "")
+    folder = _folder_of(url)
     return [shard._replace(name=folder + shard.name) for shard in manifest.shards]
+
+
+def columns_at(manifest: Manifest, url: str) -> tuple[StoredColumn, ...]:
+    """The columns of the manifest at `url`, with full names of their files."""
+    folder = _folder_of(url)
+    return tuple(
+        column._replace(
+            files=[file and file._replace(name=folder + file.name) for file in column.files]
+        )
+        for column in manifest.columns
+    )
+
+
+def _folder_of(url: str) -> str:
+    """What the names in a manifest begin with; empty in the working directory."""
+    return join_url(parent_url(url), "") if "/" in url else ""
 
 
 # --- a blend ----------------------------------------------------------------------------------------

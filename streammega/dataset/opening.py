@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from streammega.config import StorageConfig
+from streammega.dataset.columns import ColumnFile, StoredColumn
 from streammega.dataset.idx import (
     HEADER_BYTES,
     LENGTH,
@@ -38,6 +39,7 @@ from streammega.dataset.manifest import (
     Manifest,
     Shard,
     check_counts,
+    columns_at,
     read_manifest,
     shards_at,
 )
@@ -110,6 +112,7 @@ def open_manifests(
     storage: StorageConfig,
     known: Mapping[str, Manifest] | None = None,
     *,
+    columns: Collection[str] = (),
     looks_again: bool = False,
 ) -> list[Manifest]:
     """What each name is: all of its shards in order, by their full names, with sizes, counts, ETags
@@ -119,8 +122,8 @@ def open_manifests(
     all shards in it, in name order; a dataset of the very name comes before a glob. A prefix means
     its pair, or else the manifest of that name.
 
-    known: manifests of names that need not be asked for. looks_again: also at shards whose ETags
-    were seen.
+    known: manifests of names that need not be asked for. columns: those that will be read, whose ETags
+    are looked up too. looks_again: also at shards whose ETags were seen, and at all columns.
 
     Raises ObjectNotFoundError for what is not there, MissingShardsError with some of a set missing,
     FormatError for shards that are not what their `.idx` or manifest says, ObjectChangedError,
@@ -129,7 +132,9 @@ def open_manifests(
     known = known or {}
     each = list(dict.fromkeys(names))
     _stores = _kept_stores(each, storage)
-    jobs = [_open(name, storage, known.get(name), looks_again=looks_again) for name in each]
+    jobs = [
+        _open(name, storage, known.get(name), columns, looks_again=looks_again) for name in each
+    ]
     manifests = dict(zip(each, _send(_together(jobs), each, storage), strict=True))
     return [manifests[name] for name in names]
 
@@ -139,8 +144,9 @@ def open_with(
     storage: StorageConfig,
     make: Callable[[list[Manifest]], Opened],
     known: Mapping[str, Manifest] | None = None,
+    columns: Collection[str] = (),
 ) -> Opened:
-    """What `make` makes of datasets.
+    """What `make` makes of datasets. columns: those of them that will be read.
 
     If one is replaced meanwhile, all are opened again: each is then the earlier one or the new one,
     and never a mixture. Raises as `open_manifests` and `make` do.
@@ -150,7 +156,7 @@ def open_with(
         is_last = number == MAX_TRIES - 1
         manifests = None
         try:
-            manifests = open_manifests(names, storage, known)
+            manifests = open_manifests(names, storage, known, columns=columns)
             return make(manifests)
         except ObjectChangedError:
             if is_last:
@@ -158,7 +164,7 @@ def open_with(
         except (ObjectNotFoundError, FormatError):
             now = None
             with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
-                now = open_manifests(names, storage, known)
+                now = open_manifests(names, storage, known, columns=columns)
             if is_last or now == manifests:
                 raise
     raise AssertionError("unreachable")
@@ -293,13 +299,13 @@ class _Meaning(NamedTuple):
     starts: Sequence[Any] = ()
 
 
-def _find(name: str, storage: StorageConfig) -> Rounds[_Meaning]:
+def _find(name: str, storage: StorageConfig, columns: Collection[str] = ()) -> Rounds[_Meaning]:
     if name.endswith(".json"):
         (manifest,) = yield [partial(read_manifest, name, storage)]
         return _listed(_value(manifest), name)
     there = yield from (_there_remote if is_remote(name) else _there_local)(name, storage)
     if there is None and not name.endswith("/"):
-        return (yield from _find_prefix(name, storage))
+        return (yield from _find_prefix(name, storage, columns))
     prefixes, objects = there or ([], ())
     in_folder = yield from _manifests_in_folder(prefixes, objects, storage)
     shards = [
@@ -327,7 +333,7 @@ def _listed(manifest: Manifest, url: str) -> _Meaning:
     return _Meaning([(shard.name, shard.kind) for shard in shards], manifest, url)
 
 
-def _find_prefix(name: str, storage: StorageConfig) -> Rounds[_Meaning]:
+def _find_prefix(name: str, storage: StorageConfig, columns: Collection[str]) -> Rounds[_Meaning]:
     """The pair that a prefix names, or the shards of the manifest of that name."""
     prefix, kind = split_name(name)
     url = prefix + MANIFEST
@@ -336,8 +342,8 @@ def _find_prefix(name: str, storage: StorageConfig) -> Rounds[_Meaning]:
         *_starts(prefix, kind, _Stores(storage)),
     ]
     is_pair = not any(isinstance(start, BaseException) for start in starts)
-    if isinstance(manifest, FormatError) and is_pair:
-        manifest = None  # what is wrong with it matters only without a pair
+    if isinstance(manifest, FormatError) and is_pair and not columns:
+        manifest = None  # what is wrong with it matters only without a pair, or for columns
     manifest = _value(manifest)
     pair = _Meaning([(prefix, kind)], starts=starts)
     if manifest is None or not manifest.shards:
@@ -508,11 +514,18 @@ def _kind_of(prefix: str, there: Collection[str]) -> Kind:
 
 
 def _open(
-    name: str, storage: StorageConfig, known: Manifest | None, *, looks_again: bool
+    name: str,
+    storage: StorageConfig,
+    known: Manifest | None,
+    wanted: Collection[str],
+    *,
+    looks_again: bool,
 ) -> Rounds[Manifest]:
-    """The manifest of what a name means. known: as it was written, with full names of shards."""
+    """The manifest of what a name means. known: as it was written, with full names of shards. wanted:
+    the columns that are looked up.
+    """
     if known is None:
-        meaning = yield from _find(name, storage)
+        meaning = yield from _find(name, storage, wanted)
     else:
         meaning = _Meaning([(shard.name, shard.kind) for shard in known.shards], known)
     manifest = meaning.manifest
@@ -521,9 +534,12 @@ def _open(
     if manifest is not None:
         expected = shards = manifest.shards if known else shards_at(manifest, meaning.url)
         is_packed = manifest.pack is not None
-        are_known = not looks_again and all(shard.is_known for shard in shards)
-        if are_known and manifest.seen_at and manifest.seen_at == place_of(shards[0].name, storage):
-            return replace(manifest, shards=shards)
+        columns = manifest.columns if known else columns_at(manifest, meaning.url)
+        manifest = replace(manifest, shards=shards, columns=columns)
+        is_here = manifest.seen_at and manifest.seen_at == place_of(shards[0].name, storage)
+        if is_here and not looks_again and all(shard.is_known for shard in shards):
+            return (yield from _with_columns(manifest, wanted, storage))
+        manifest = replace(manifest, columns=_without_etags(columns))
     opened: list[Shard] = []
     stores = _Stores(storage)
     for first in range(0, len(meaning.shards), SHARDS_AT_ONCE):
@@ -536,8 +552,11 @@ def _open(
         ]
         opened += yield from _together(jobs)
     seen_at = place_of(opened[0].name, storage)
+    if looks_again and manifest is not None:
+        wanted = [column.name for column in manifest.columns]
     if manifest is not None:
-        return replace(manifest, shards=opened, seen_at=seen_at)
+        manifest = replace(manifest, shards=opened, seen_at=seen_at)
+        return (yield from _with_columns(manifest, wanted, storage))
     empty = Manifest(
         kind=opened[0].kind,
         dtype=opened[0].dtype,
@@ -547,9 +566,81 @@ def _open(
         tokens=0,
         shards=[],
         folder_labels=_labels(opened, meaning.in_folder or {}),
+        columns=_columns_in_folder(opened, meaning.in_folder or {}),
         seen_at=seen_at,
     )
-    return empty.with_shards(opened)
+    return (yield from _with_columns(empty.with_shards(opened), wanted, storage))
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def _without_etags(columns: Sequence[StoredColumn]) -> tuple[StoredColumn, ...]:
+    """Columns whose ETags were seen in another place, where they do not count."""
+    return tuple(
+        column._replace(files=[file and file._replace(etag="") for file in column.files])
+        for column in columns
+    )
+
+
+def _columns_in_folder(
+    shards: Sequence[Shard], in_folder: Mapping[str, Manifest]
+) -> tuple[StoredColumn, ...]:
+    """The columns that manifests in a folder list of its shards; a shard has none where another dataset
+    has one of that name and another dtype, width, alignment or fill.
+    """
+    kinds: dict[str, StoredColumn] = {}
+    files: dict[str, dict[str, ColumnFile | None]] = {}
+    for dataset, manifest in in_folder.items():
+        for column in _without_etags(columns_at(manifest, dataset + MANIFEST)):
+            kind = kinds.setdefault(column.name, column._replace(files=[]))
+            names = [shard.name for shard in shards_at(manifest, dataset + MANIFEST)]
+            if kind == column._replace(files=[]):
+                files.setdefault(column.name, {}).update(zip(names, column.files, strict=True))
+    return tuple(
+        kind._replace(files=[files[name].get(shard.name) for shard in shards])
+        for name, kind in kinds.items()
+    )
+
+
+def _with_columns(
+    manifest: Manifest, wanted: Collection[str], storage: StorageConfig
+) -> Rounds[Manifest]:
+    """A manifest that knows the ETags of the columns that are wanted. Each object is looked up that was
+    not seen here, and compared with the tokens of its shard.
+    """
+    stores = _Stores(storage)
+    requests: list[Request] = []
+    places: list[tuple[int, int, str]] = []
+    for number, column in enumerate(manifest.columns):
+        for shard, file in enumerate(column.files):
+            if column.name in wanted and file is not None and not file.etag:
+                store, key = stores.of(file.name)
+                requests.append(partial(store.info, key))
+                places.append((number, shard, store.url(key)))
+    if not requests:
+        return manifest
+    answers = yield requests
+    files = [list(column.files) for column in manifest.columns]
+    for (number, shard, url), answer in zip(places, answers, strict=True):
+        column = manifest.columns[number]
+        if isinstance(answer, ObjectNotFoundError):
+            raise ObjectNotFoundError(
+                f"{url}: no such object, which column {column.name!r} needs; copy it with its dataset, or "
+                "write the column again"
+            )
+        info: ObjectInfo = _value(answer)
+        tokens = manifest.shards[shard].tokens
+        if info.size != tokens * column.token_bytes:
+            raise FormatError(
+                f"{url}: has {info.size:,} bytes, and {tokens:,} tokens with {column.token_bytes} bytes each "
+                f"need {tokens * column.token_bytes:,}; copy it again, or write the column again"
+            )
+        file = files[number][shard]
+        assert file is not None
+        files[number][shard] = file._replace(etag=info.etag)
+    columns = zip(manifest.columns, files, strict=True)
+    return replace(manifest, columns=tuple(column._replace(files=new) for column, new in columns))
 
 
 def _labels(shards: Sequence[Shard], in_folder: Mapping[str, Manifest]) -> tuple[Label, ...]:

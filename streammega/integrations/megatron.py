@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import ORDERS, DataConfig, Order, StorageConfig, parse_blend
+from streammega.config.columns import refuse_columns
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.integrations.frameworks import import_framework, with_used_fields
@@ -84,6 +85,7 @@ class MegatronBatches(Iterator[Batch]):
         **options: Any,
     ) -> None:
         dp_rank, dp_size = data_parallel(dp_rank, dp_size)
+        refuse_columns(config, "Megatron sends its own fields alone from rank to rank")
         self._config = with_used_fields(config, BATCH_FIELDS)
         self._consumed = consumed_samples
         self._loader: StreamLoader | None = None

@@ -10,12 +10,13 @@ when it is asked for: the provider for `--dataloader-type external` reads ahead,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, StorageConfig
+from streammega.config import Column, DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
 from streammega.integrations.frameworks import class_on_demand, import_framework
@@ -25,8 +26,10 @@ from streammega.samples.gather import read_fields
 from streammega.samples.gpt import GPTDataset
 
 
-def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConfig:
-    """The DataConfig of a dataset of Megatron's GPTDatasetConfig.
+def samples_config(
+    config: Any, prefix: str, storage: StorageConfig, columns: Any = ()
+) -> DataConfig:
+    """The DataConfig of a dataset of Megatron's GPTDatasetConfig. columns: as a DataConfig takes them.
 
     Raises ConfigError for mock data, which is not stored.
     """
@@ -42,6 +45,7 @@ def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConf
         add_extra_token=bool(config.add_extra_token_to_sequence),
         drop_last_partial_validation_sequence=bool(config.drop_last_partial_validation_sequence),
         storage=_with_cache_folder(storage, config),
+        columns=columns,
         **field_settings(
             config,
             config.tokenizer,
@@ -64,7 +68,8 @@ class StreamGPTSamples:
     asks for; `dataset[None]` is padding for a batch, without loss. Anything of the data may be
     a URL; indices are built once per node, in `path_to_cache` of the config. To set how bytes
     are fetched, derive a class with a `storage` of its own; a `cache_dir` of it comes before
-    `path_to_cache`, and no tokens are kept.
+    `path_to_cache`, and no tokens are kept. `columns` of a class, as those of a DataConfig, are in each
+    sample too.
 
     Args: Megatron's: the open data, its path, the split's sequences (None: all), samples asked
     (None: one epoch), the split, a GPTDatasetConfig. Raises ConfigError, StorageError,
@@ -72,6 +77,7 @@ class StreamGPTSamples:
     """
 
     storage = StorageConfig()
+    columns: Sequence[str] | Mapping[str, Column] = ()
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class StreamGPTSamples:
             indexed,
             indexed_indices,
             num_samples,
-            samples_config(config, indexed.prefix, self.storage),
+            samples_config(config, indexed.prefix, self.storage, self.columns),
             index_split.name,
         )
         # Built here, where Megatron has rank 0 go first, and not by every worker of a
@@ -104,7 +110,8 @@ class StreamGPTSamples:
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: Any) -> IndexedDataset:
         """The open pair, or folder of pairs, of a prefix or URL."""
-        return IndexedDataset(dataset_path, storage=_with_cache_folder(cls.storage, config))
+        storage = _with_cache_folder(cls.storage, config)
+        return IndexedDataset(dataset_path, storage=storage, columns=[*cls.columns])
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from streammega.config import ORDERS, DataConfig, StorageConfig
+from streammega.config.columns import refuse_columns
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState, read_state
 from streammega.integrations.frameworks import (
@@ -156,6 +157,7 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
             "dataset_id out of fields, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
             "which knows them by the order"
         )
+    refuse_columns(data, "torchtitan's batches have no place for columns")
     global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None
     check_phases(data, "torchtitan", global_batch_size, one_length=True)
     # The fields that batches of torchtitan are made of.

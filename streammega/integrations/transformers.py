@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from streammega.config import DataConfig
+from streammega.config.fields import FIELDS
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import PlaceholderDataset, StreamDataLoader
 from streammega.integrations.frameworks import (
@@ -45,7 +46,7 @@ def causal_lm_batch(batch: Batch) -> Batch:
     They shift "labels" themselves, and lose the last one; "shift_labels" are taken as they are, and
     are what the loss is of. "labels" are the same ones not shifted, for metrics that shift them.
     Documents are kept apart by their positions only where a model makes no cache: call it with
-    use_cache=False, as Trainers do. A "dataset_id" stays, which no model takes.
+    use_cache=False, as Trainers do. A "dataset_id" and stored columns stay, which no model takes.
     """
     shift_labels = batch["labels"]
     if "loss_mask" in batch:
@@ -53,9 +54,10 @@ def causal_lm_batch(batch: Batch) -> Batch:
     labels = torch.full_like(shift_labels, NO_LOSS)
     labels[:, 1:] = shift_labels[:, :-1]
     fields = {"input_ids": batch["tokens"], "labels": labels, "shift_labels": shift_labels}
-    for name in ("position_ids", DATASET_ID):
-        if name in batch:
-            fields[name] = batch[name]
+    for name, field in batch.items():
+        # others than the fields of a model are stored columns
+        if name in ("position_ids", DATASET_ID) or name not in FIELDS:
+            fields[name] = field
     return fields
 
 
@@ -74,8 +76,8 @@ class StreamTrainerMixin:
     epoch ends at the end of the data; a stream without an end needs `max_steps`. Evaluation reads the
     valid split of the stream, unless the Trainer has an `eval_dataset`.
 
-    With `fields=[..., "dataset_id"]` in the stream's config, inputs have a "dataset_id", which no model
-    takes: take it out in a `compute_loss` of your own.
+    With `fields=[..., "dataset_id"]` or `columns` in the stream's config, inputs have these too, which no
+    model takes: take them out in a `compute_loss` of your own.
 
     Args:
         stream: what is read.

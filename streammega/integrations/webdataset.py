@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import FieldsConfig
+from streammega.config.columns import refuse_columns
 from streammega.config.validate import parse_json, whole_number
 from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, StateError
@@ -131,6 +132,7 @@ class TextStream:
             micro_batch_size, dp_rank, dp_size
         )
         of_datasets = [name for name in OF_DATASETS if getattr(fields, name, None)]
+        refuse_columns(fields, "texts that are tokenised as they come have no columns")
         if "dataset_id" in fields.field_names:
             of_datasets.append("dataset_id")
         if of_datasets:

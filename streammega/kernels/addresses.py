@@ -82,6 +82,18 @@ def copy_stretches(
     copy_bytes(_LIKE_BYTES, addresses[number] + start, size, address_of(out) + target)
 
 
+def copy_to(source: Integers, size: Integers, out: NDArray[Any], target: Integers) -> None:
+    """Copy size bytes from each address `source`, which is proven by `check_rows` or is an array's, to byte
+    `target` of `out`, without the GIL; int64 [stretches] each, in their order.
+
+    Raises ValueError if one of them is not inside of `out`, and copies nothing then.
+    """
+    check_room(out, out.nbytes)
+    if ((size < 0) | (target < 0) | (target > out.nbytes - size)).any():
+        raise ValueError(f"stretches are not inside of the {out.nbytes} bytes of their array")
+    copy_bytes(_LIKE_BYTES, source, size, address_of(out) + target)
+
+
 def _addresses(arrays: Sequence[Bytes]) -> Integers:
     return np.array([address_of(array) for array in arrays], np.int64)
 

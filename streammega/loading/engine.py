@@ -33,7 +33,7 @@ from streammega.loading.ready import Assembler, Batches, Form, ReadyGroup
 from streammega.loading.staging import Stager
 from streammega.loading.stats import NO_GROUP, Stats, TakenGroup
 from streammega.samples.gather import Gatherer
-from streammega.samples.rows import WHOLE, KeptParts, Memory
+from streammega.samples.rows import WHOLE, KeptParts, Memory, PlacedFiles
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import BATCH_REQUESTS
@@ -87,25 +87,32 @@ class Engine:
         self.steps = steps
         self.stats = stats or Stats()
         storage = steps.config.storage
-        plan = plan_reading(steps, start, storage.memory_bytes, ahead=ahead, kept=kept, form=form)
+        plan = plan_reading(
+            steps,
+            start,
+            storage.memory_bytes,
+            ahead=ahead,
+            kept=kept,
+            kept_of_columns=kept_of_columns,
+            form=form,
+        )
         memory = plan.memory
         self._plan = plan
         self._storage = storage
         self._fetcher: Fetcher | None = None
         if plan.is_remote:
-            self._fetcher = _fetcher_for(storage, plan.table.files, memory.fetch_bytes)
-        self.stats.attach(self._fetcher, plan.table.files)
+            self._fetcher = _fetcher_for(storage, plan.all_files, memory.fetch_bytes)
+        self.stats.attach(self._fetcher, plan.all_files)
         self._stager: Stager | None = None
         # keeps the files mapped as long as kernels may follow their addresses
-        self._mapped = map_local_files(plan.table)
-        plan.planner.table.map_files(self._mapped)
+        self._mapped = [map_local_files(files.table) for files in plan.files]
+        for files, mapped in zip(plan.files, self._mapped, strict=True):
+            files.planner.table.map_files(mapped)
         self._lookahead = Lookahead(steps, plan, positions, fetcher=self._fetcher, stats=self.stats)
         # Batches that are handed out may be pinned. Ids from which fields are made stay here.
         handed_out = batch_memory(memory.ready_bytes, pinned)
         ids_memory = handed_out if form == "ids" else RecycledMemory(memory.ready_bytes).take
-        self._gatherer = Gatherer(
-            steps.samples.segments[0], plan.table, kept, kept_of_columns, ids_memory
-        )
+        self._gatherer = Gatherer(steps.samples.segments[0], kept, kept_of_columns, ids_memory)
         self._assembler = Assembler(steps, form, handed_out)
         self._closed = False
         self._process = os.getpid()
@@ -196,7 +203,7 @@ class Engine:
         _live.add(self)
         thread.start()
         if self._plan.is_scattered and self._storage.cache_max_bytes:
-            stager = Stager(self._plan.table.files, self._storage)
+            stager = Stager(self._plan.all_files, self._storage)
             self._stager = stager
             self.stats.stager = stager
 
@@ -216,16 +223,18 @@ class Engine:
         self._end_thread()
         self._ready.queue.clear()
         self.stats.release_all_ready()
-        self._plan.planner.table.clear()
+        for files in self._plan.files:
+            files.planner.table.clear()
         self._unmap()
 
     def _unmap(self) -> None:
         """Unmap local files. No kernel may follow their addresses after this."""
         if self._thread is threading.current_thread():
             return  # the garbage collector called this: a kernel may still run on this stack
-        self._plan.planner.table.unmap()
+        for files in self._plan.files:
+            files.planner.table.unmap()
         self._mapped = []
-        for file in self._plan.table.files:
+        for file in self._plan.all_files:
             file.store.unmap()
 
     def _end_thread(self) -> None:
@@ -287,19 +296,29 @@ class Engine:
     def _gather(self, group: GatherGroup) -> ReadyGroup:
         """Wait for the bytes of a group, gather it, and free the buffers that no later row needs."""
         fetcher = self._fetcher
-        table = self._plan.planner.table
-        if fetcher is not None and group.buffers:
+        needed = [buffer for buffers in group.buffers for buffer in buffers]
+        if fetcher is not None and needed:
             began = time.perf_counter()
-            fetcher.wait(group.buffers)
+            fetcher.wait(needed)
             self.stats.fetch_wait += time.perf_counter() - began
-        for buffer in group.buffers:
-            table.fill(buffer)
-        window = group.window
-        memory = Memory(table.addresses, table.room, table.zero)
-        samples = self._gatherer.gather(window, group.first, group.last, memory)
+        placed = []
+        for files, window, buffers in zip(
+            self._plan.files, group.windows, group.buffers, strict=True
+        ):
+            table = files.planner.table
+            for buffer in buffers:
+                table.fill(buffer)
+            memory = Memory(table.addresses, table.room, table.zero)
+            placed.append(PlacedFiles(window, memory, files.table))
+        ids, *of_columns = placed
+        stored = dict(zip(self._plan.columns, of_columns, strict=True))
+        samples = self._gatherer.gather(ids, stored, group.first, group.last)
         self.stats.hold_ready(samples.nbytes)
-        rows = group.rows
-        released = table.release_rows(window.slot[rows], window.size[rows])
+        released = []
+        for files, window in zip(self._plan.files, group.windows, strict=True):
+            rows = window.rows_of(group.first, group.last)
+            table = files.planner.table
+            released += table.release_rows(window.slot[rows], window.size[rows])
         if released and fetcher is not None:
             fetcher.release(released)
         return ReadyGroup(group.consumed, samples)

@@ -24,6 +24,7 @@ from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.stats import MetricsServer, Stats
 from streammega.loading.torch_dataset import StreamingDataset
+from streammega.samples.columns import TokenColumn
 from streammega.samples.field_inputs import Batch
 from streammega.samples.rows import kept_parts_of
 from streammega.samples.segments import short_names
@@ -278,11 +279,9 @@ class StreamLoader:
         return self.dataset.samples.segments[0].file_table.dtype
 
     @cached_property
-    def columns(self) -> dict[str, np.dtype[Any]]:
-        """The columns of ids_only batches, by name: the dtypes of their values."""
-        return {
-            name: column.dtype for name, column in self.dataset.samples.segments[0].columns.items()
-        }
+    def columns(self) -> Mapping[str, TokenColumn]:
+        """The columns of ids_only batches, by name."""
+        return self.dataset.samples.segments[0].columns
 
     @property
     def consumed_samples(self) -> int:

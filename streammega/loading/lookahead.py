@@ -13,7 +13,7 @@ import numpy as np
 from streammega.loading.memory_plan import READY_GROUPS
 from streammega.loading.micro_steps import MicroSteps
 from streammega.loading.planner import GatherGroup, PlannedBuffer, PlanWindow
-from streammega.loading.read_plan import ReadPlan, lanes_from
+from streammega.loading.read_plan import FilesPlan, ReadPlan, lanes_from
 from streammega.loading.stats import Stats
 from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.fetcher import Fetcher
@@ -70,7 +70,6 @@ class Lookahead:
         self._fetcher = fetcher
         self._stats = stats
         self._groups: deque[GatherGroup] = deque()
-        self._batch_rows = steps.micro_batch_size * plan.planner.kept.rows_of_sample
         self._stride = steps.step_samples
         self._next: int | None = None  # the position that is planned next
         self._last: int | None = None  # the position that was planned last
@@ -80,9 +79,9 @@ class Lookahead:
         self._pace: float | None = None
         self._waited = 0.0
         # Bytes of a micro-batch in the files. A reader that keeps parts of samples reads fewer.
-        self._batch_bytes = steps.micro_batch_size * (
-            (steps.config.sequence_length + 1) * int(plan.table.itemsize.max())
-        )
+        token_bytes = sum(int(one.table.itemsize.max()) for one in plan.files)
+        sample_tokens = steps.config.sequence_length + 1
+        self._batch_bytes = steps.micro_batch_size * sample_tokens * token_bytes
 
     def take_group(self) -> GatherGroup | None:
         """Take the group to gather next; None if no group is planned."""
@@ -104,7 +103,9 @@ class Lookahead:
             if self._groups and (no_more_reads or self.has_enough_planned):
                 return
             self.plan_window()
-            if self._groups and all(buffer.ready for buffer in self._groups[0].buffers):
+            if self._groups and all(
+                buffer.ready for buffers in self._groups[0].buffers for buffer in buffers
+            ):
                 return
 
     @property
@@ -169,57 +170,57 @@ class Lookahead:
         sample_ids = np.ascontiguousarray(ids_of_batch.reshape(-1))
         extents = steps.samples.locate(sample_ids)
         group_samples = group_batches * steps.micro_batch_size
-        window = self._plan.planner.plan(sample_ids, extents, group_samples)
-        fetched_bytes = sum(buffer.fetched_bytes for buffer in window.buffers)
-        self._stats.useful_bytes += window.useful_bytes
-        self._stats.cached_bytes += window.cached_bytes
-        self._stats.planned_bytes += fetched_bytes + window.cached_bytes
-        buffers = [self._attach(planned) for planned in window.buffers]
-        self._cut_into_groups(window, consumed, buffers, group_batches)
+        windows = []
+        buffers: list[list[FetchGroup]] = []
+        for files in self._plan.files:
+            window = files.planner.plan(sample_ids, extents, group_samples)
+            fetched_bytes = sum(buffer.fetched_bytes for buffer in window.buffers)
+            self._stats.useful_bytes += window.useful_bytes
+            self._stats.cached_bytes += window.cached_bytes
+            self._stats.planned_bytes += fetched_bytes + window.cached_bytes
+            windows.append(window)
+            buffers.append([_attach(files, planned) for planned in window.buffers])
+        self._cut_into_groups(windows, consumed, buffers, group_batches)
         if self._fetcher is not None:
-            self._fetcher.submit(buffers)
-
-    def _attach(self, planned: PlannedBuffer) -> FetchGroup:
-        """Make a planned buffer with its reads, and attach it to its slot."""
-        plan = self._plan
-        requests = []
-        for number, start, stop, at in planned.requests:
-            file = plan.table.files[number]
-            requests.append(RangeRequest(file.store, file.key, file.etag, start, stop, at))
-        buffer = FetchGroup(planned.size, requests, planned.slot)
-        plan.planner.table.attach(buffer)
-        return buffer
+            self._fetcher.submit(_in_order(windows, buffers))
 
     def _cut_into_groups(
         self,
-        window: PlanWindow,
+        windows: list[PlanWindow],
         consumed: list[int],
-        buffers: list[FetchGroup],
+        buffers: list[list[FetchGroup]],
         group_batches: int,
     ) -> None:
-        """Queue the groups of a window, each with the buffers that no earlier group needs.
+        """Queue the groups of a stretch, each with the buffers that no earlier group needs.
 
         A group has up to `group_batches` micro-batches, and ends before it opens too many bytes.
         """
         memory = self._plan.memory
-        first_row = np.array([planned.row for planned in window.buffers], np.int64)
-        first_sample = np.searchsorted(window.row_splits, first_row, side="right") - 1
-        # buffers are in the order of the first row that needs them
-        ends = np.arange(len(consumed) + 1) * self._batch_rows
-        splits = np.searchsorted(first_sample, ends).tolist()  # of the buffers, at each micro-batch
-        sizes = [rounded(planned.size) for planned in window.buffers]
-        bytes_before = np.cumsum([0, *sizes])[splits].tolist()
+        batch_samples = self._steps.micro_batch_size
+        ends = np.arange(len(consumed) + 1) * batch_samples
+        # of the buffers of each window, at each micro-batch: they are in the order in which they are needed
+        splits = []
+        all_bytes = np.zeros(len(ends), np.int64)
+        for window in windows:
+            at_batch = np.searchsorted(window.first_samples, ends)
+            sizes = [rounded(planned.size) for planned in window.buffers]
+            all_bytes += np.cumsum([0, *sizes])[at_batch]
+            splits.append(at_batch.tolist())
+        bytes_before = all_bytes.tolist()
         first = 0
         while first < len(consumed):
             fitting = bisect_right(bytes_before, bytes_before[first] + memory.opening_bytes) - 1
             last = min(max(fitting, first + 1), first + group_batches, len(consumed))
             self._groups.append(
                 GatherGroup(
-                    window=window,
+                    windows=windows,
                     consumed=consumed[first:last],
-                    first=first * self._batch_rows,
-                    last=last * self._batch_rows,
-                    buffers=buffers[splits[first] : splits[last]],
+                    first=first * batch_samples,
+                    last=last * batch_samples,
+                    buffers=[
+                        of_window[at_batch[first] : at_batch[last]]
+                        for of_window, at_batch in zip(buffers, splits, strict=True)
+                    ],
                 )
             )
             first = last
@@ -249,10 +250,33 @@ class Lookahead:
 
     def _restart_blocks(self, consumed: int) -> None:
         """Close all open blocks, because reading goes on at another position, `consumed`."""
-        planner = self._plan.planner
-        if planner.blocks is None:
-            return
-        lanes = lanes_from(self._steps, planner.blocks.order, consumed)
-        unused = planner.follow_lanes(lanes)
-        if unused and self._fetcher is not None:
-            self._fetcher.release(unused)
+        for files in self._plan.files:
+            planner = files.planner
+            if planner.blocks is None:
+                continue
+            lanes = lanes_from(self._steps, planner.blocks.order, consumed)
+            unused = planner.follow_lanes(lanes)
+            if unused and self._fetcher is not None:
+                self._fetcher.release(unused)
+
+
+def _attach(files: FilesPlan, planned: PlannedBuffer) -> FetchGroup:
+    """Make a planned buffer with its reads, and attach it to its slot."""
+    requests = []
+    for number, start, stop, at in planned.requests:
+        file = files.table.files[number]
+        requests.append(RangeRequest(file.store, file.key, file.etag, start, stop, at))
+    buffer = FetchGroup(planned.size, requests, planned.slot)
+    files.planner.table.attach(buffer)
+    return buffer
+
+
+def _in_order(windows: list[PlanWindow], buffers: list[list[FetchGroup]]) -> list[FetchGroup]:
+    """The buffers of all windows in the order of the first sample that needs them: none waits for memory
+    that one of later samples holds.
+    """
+    if len(buffers) == 1:
+        return buffers[0]
+    first_sample = np.concatenate([window.first_samples for window in windows])
+    together = [buffer for of_window in buffers for buffer in of_window]
+    return [together[number] for number in np.argsort(first_sample, kind="stable").tolist()]

@@ -58,11 +58,13 @@ class BatchSize(NamedTuple):
     samples: int
     sample_tokens: int
     stored: int
-    """Bytes of its tokens in the files."""
+    """Bytes of its tokens in the files, with their columns."""
     ids: tuple[int, ...]
     """Bytes of its gathered ids, and of each array that belongs to them."""
     fields: tuple[int, ...]
     """Bytes of each of its fields; empty: batches consist of ids."""
+    files: int = 1
+    """What is read for it by requests of its own: ids, and each stored column."""
 
     def fetched(self, batches: int) -> int:
         """Most bytes that these micro-batches take while they are fetched.
@@ -70,18 +72,22 @@ class BatchSize(NamedTuple):
         They include a quarter more for what coalescing adds (`planner.MAX_WASTE`).
         """
         size = batches * self.stored
-        return rounded(size + size // 4) + BATCH_SLACK
+        return rounded(size + size // 4) + self.files * BATCH_SLACK
 
 
 class ResidentSize(NamedTuple):
-    """The bytes in memory (`stored`) of a dataset that may stay there."""
+    """The bytes in memory (`stored`) of a dataset, or of a column of it, that may stay there. dataset: its
+    number among both.
+    """
 
     dataset: int
     stored: int
 
 
 class BlockSize(NamedTuple):
-    """The bytes (`stored`) of a block of a dataset whose blocks may be fetched whole."""
+    """The bytes (`stored`) of a block of a dataset, or of a column of it, whose blocks may be fetched
+    whole. dataset: as of `ResidentSize`.
+    """
 
     dataset: int
     stored: int
@@ -237,7 +243,8 @@ def plan_memory(
     """Divide `memory_bytes`, or as much of it as the reader can use.
 
     resident: the datasets that may stay in memory, the most drawn first. blocks: the datasets whose
-    blocks are worth fetching whole, the most drawn first; without those that stay in memory. lanes: the number
+    blocks are worth fetching whole, the most drawn first, and columns after ids; without those that stay in
+    memory. lanes: the number
     of lanes of the reader; each has a block of each dataset open. ahead: micro-batches to keep ready.
     in_flight_bytes: most bytes of requests in flight. near_bytes: the most where storage is near.
     is_remote: whether some file is fetched.

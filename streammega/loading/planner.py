@@ -13,7 +13,7 @@ All other rows of a window are coalesced into requests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -90,24 +90,37 @@ class PlanWindow(PlacedRows):
     useful_bytes: int
     cached_bytes: int
 
+    @property
+    def first_samples(self) -> Integers:
+        """The sample that needs each buffer first, int64 [buffers]."""
+        first_row = np.array([planned.row for planned in self.buffers], np.int64)
+        part = np.searchsorted(self.row_splits, first_row, side="right") - 1
+        return part // self.rows_of_sample
+
+    def rows_of(self, first: int, last: int) -> slice:
+        """The rows of samples [first, last)."""
+        parts = self.rows_of_sample
+        return slice(self.row_splits[first * parts], self.row_splits[last * parts])
+
+    @property
+    def rows_of_sample(self) -> int:
+        """Kept parts of a sample."""
+        return len(self.sample_ids) // max(len(self.dataset), 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatherGroup:
-    """Micro-batches to gather together: samples [first, last) of a window.
+    """Micro-batches to gather together: samples [first, last) of a stretch that was planned at once.
 
-    consumed: the position of each micro-batch. buffers: the buffers that no earlier group needs.
+    consumed: the position of each micro-batch. windows: of ids and of each stored column; buffers: of
+    each window, those that no earlier group needs.
     """
 
-    window: PlanWindow
+    windows: Sequence[PlanWindow]
     consumed: list[int]
     first: int
     last: int
-    buffers: Sequence[FetchGroup]
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the window that belong to the group."""
-        return slice(self.window.row_splits[self.first], self.window.row_splits[self.last])
+    buffers: Sequence[Sequence[FetchGroup]]
 
     def single_batches(self) -> Iterator[GatherGroup]:
         """Cut the group into groups of one micro-batch.
@@ -115,21 +128,25 @@ class GatherGroup:
         The engine does this after a group has failed, to hand out the micro-batches before the one
         that fails. Each of them has the buffers that no earlier one needs.
         """
-        window = self.window
-        first_row_of_slot: dict[int, int] = {}
-        for row in range(self.rows.start, self.rows.stop):
-            first_row_of_slot.setdefault(int(window.slot[row]), row)
         samples = (self.last - self.first) // len(self.consumed)
+        first_rows = []
+        for window in self.windows:
+            rows = window.rows_of(self.first, self.last)
+            first_row_of_slot: dict[int, int] = {}
+            for row in range(rows.start, rows.stop):
+                first_row_of_slot.setdefault(int(window.slot[row]), row)
+            first_rows.append(first_row_of_slot)
         for number, consumed in enumerate(self.consumed):
             first = self.first + number * samples
             last = first + samples
-            rows = range(window.row_splits[first], window.row_splits[last])
-            buffers = [
-                buffer for buffer in self.buffers if first_row_of_slot.get(buffer.slot, -1) in rows
-            ]
-            yield GatherGroup(
-                window=window, consumed=[consumed], first=first, last=last, buffers=buffers
-            )
+            buffers = []
+            for window, of_window, first_row in zip(
+                self.windows, self.buffers, first_rows, strict=True
+            ):
+                rows = window.rows_of(first, last)
+                here = range(rows.start, rows.stop)
+                buffers.append([one for one in of_window if first_row.get(one.slot, -1) in here])
+            yield replace(self, consumed=[consumed], first=first, last=last, buffers=buffers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +196,7 @@ class Resident:
 
 
 class Planner:
-    """Plans windows, one after the other.
+    """Plans windows, one after the other, of ids or of one stored column.
 
     Windows have to follow each other in the order of samples, because a block that one window opens
     serves later windows too. Call `follow_lanes` before a window that does not follow the last one.

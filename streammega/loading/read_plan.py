@@ -29,6 +29,7 @@ from streammega.loading.ready import Form
 from streammega.order.epoch_layout import MIN_RUN_SAMPLES
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
+from streammega.samples.columns import files_of
 from streammega.samples.packed import are_packed
 from streammega.samples.rows import WHOLE, FileTable, KeptParts
 from streammega.samples.source import all_files
@@ -46,20 +47,31 @@ log = get_logger(__name__)
 NO_TOKENS_KEPT = (
     "%s: keeps copies of .idx files and built orders; set cache_max_bytes too for it to keep tokens"
 )
+SAMPLES_OF_COLUMN = (
+    "column %s: a sample is one request of %s bytes, for its blocks have no room in memory_bytes, which "
+    "would have it from %s on"
+)
 SMALL_REQUEST = 64 << 10
 """Requests of fewer bytes cost more than their bytes."""
+
+
+class FilesPlan(NamedTuple):
+    """How the files of ids, or of one stored column, are read. table: those of all datasets."""
+
+    table: FileTable
+    planner: Planner
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
     """What one reader needs to read its micro-batches.
 
-    table: the files of all datasets.
+    files: of ids, then of each stored column. columns: the names of these.
     """
 
-    table: FileTable
+    files: Sequence[FilesPlan]
+    columns: Sequence[str]
     memory: MemoryPlan
-    planner: Planner
     is_scattered: bool
     """Whether some reads are so small that they would not fill a cache.
 
@@ -67,9 +79,24 @@ class ReadPlan:
     """
 
     @property
+    def table(self) -> FileTable:
+        """The files of ids."""
+        return self.files[0].table
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of ids."""
+        return self.files[0].planner
+
+    @property
+    def all_files(self) -> list[TokenFile]:
+        """The files of ids and columns."""
+        return [file for files in self.files for file in files.table.files]
+
+    @property
     def is_remote(self) -> bool:
         """Whether some file has to be fetched."""
-        return not self.table.local.all()
+        return not all(files.table.local.all() for files in self.files)
 
 
 def plan_reading(
@@ -79,109 +106,181 @@ def plan_reading(
     *,
     ahead: int = 0,
     kept: KeptParts = WHOLE,
+    kept_of_columns: KeptParts | None = None,
     form: Form = "fields",
 ) -> ReadPlan:
     """Plan how a rank reads its micro-batches in an iteration that begins at `start`.
 
     memory_bytes: the limit of all memory of the reader. ahead: micro-batches to keep ready. kept:
-    which tokens of every sample are read. form: what batches are.
+    which tokens of every sample are read. kept_of_columns: the same for columns; None: as `kept`. form:
+    what batches are.
 
     Raises ConfigError if the memory cannot hold a micro-batch.
     """
     config = steps.config
     storage = config.storage
-    files = steps.samples.files
+    segment = steps.samples.segments[0]
+    columns = list(segment.stored_columns)
+    tables = _tables(steps.samples.files, columns, storage)
+    of_columns = kept if kept_of_columns is None else kept_of_columns
+    kept_parts = [kept, *(of_columns for _ in columns)]
+    # The memory plan numbers the datasets of ids, then those of each column.
+    small = [
+        _small_datasets(steps, table, start, storage.tuning.resident_bytes) for table in tables
+    ]
+    blocks: list[list[BlockSize]] = []
+    lanes = np.empty(0, np.int64)
+    is_packed = are_packed(tables[0].files)
+    for table, parts in zip(tables, kept_parts, strict=True):
+        chosen: list[BlockSize] = []
+        # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that
+        # have no tokens, so such parts are never read from blocks.
+        if not (parts.bounds and is_packed):
+            chosen, lanes = _blocks_to_prefetch(steps, table, start)
+        blocks.append(chosen)
+    sample_tokens = steps.sequence_length_at(start) + 1
+    order = steps.samples.segment_at(start).order
+    count = len(steps.samples.files) if order is None else len(order.datasets)
+    memory = plan_memory(
+        memory_bytes,
+        _batch_size(steps, tables, kept, of_columns, form),
+        [
+            block._replace(dataset=block.dataset + number * count)
+            for number, of_files in enumerate(blocks)
+            for block in of_files
+        ],
+        len(lanes),
+        resident=[
+            ResidentSize(one.dataset + number * count, one.bytes_in_memory(table, sample_tokens))
+            for number, (table, of_files) in enumerate(zip(tables, small, strict=True))
+            for one in of_files
+        ],
+        ahead=ahead,
+        coalesce_gap_bytes=storage.tuning.coalesce_gap_bytes,
+        in_flight_bytes=storage.tuning.max_in_flight_bytes,
+        near_bytes=min(storage.tuning.max_in_flight_bytes, NEAR_BYTES),
+        is_remote=not all(table.local.all() for table in tables),
+        only_blocks=all(
+            _reads_only(steps, table, start, {one.dataset for one in of_files}, chosen)
+            for table, of_files, chosen in zip(tables, small, blocks, strict=True)
+        ),
+    )
+    files = []
+    is_scattered = False
+    in_small_requests = 0
+    for number, (table, parts) in enumerate(zip(tables, kept_parts, strict=True)):
+        here = range(number * count, (number + 1) * count)
+        resident = {one - here.start for one in memory.resident_datasets if one in here}
+        in_blocks = {one - here.start for one in memory.block_datasets if one in here}
+        stays = [one for one in small[number] if one.dataset in resident]
+        sample_bytes = sample_tokens * int(table.itemsize.max())
+        _warn_of_samples_alone(small[number], table, resident, sample_bytes)
+        without_room = len(set(_datasets_of(blocks[number])) - in_blocks - resident)
+        if number == 0 or sample_bytes < SMALL_REQUEST:
+            in_small_requests += without_room
+        elif without_room:
+            log.info(SAMPLES_OF_COLUMN, columns[number - 1], sample_bytes, memory.enough_bytes)
+        prefetched = None
+        if in_blocks:
+            assert order is not None
+            is_whole = np.isin(np.arange(count), list(in_blocks))
+            prefetched = OpenBlocks(order, lanes, is_whole, _token_bytes(order, table))
+        smallest = min((block.stored for block in blocks[number]), default=0)
+        is_scattered |= (
+            prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES
+        )
+        planner = Planner(
+            table,
+            memory.coalesce_gap_bytes,
+            storage.tuning.max_request_bytes,
+            prefetched,
+            parts,
+            _resident(stays, table, sample_tokens) if stays else None,
+        )
+        files.append(FilesPlan(table, planner))
+    if in_small_requests:
+        _warn_low_memory(memory, memory_bytes, in_small_requests, with_columns=bool(columns))
+    return ReadPlan(
+        files=files,
+        columns=columns,
+        memory=memory,
+        is_scattered=ORDERS[config.order].is_shuffled and is_scattered,
+    )
+
+
+def _datasets_of(blocks: Sequence[BlockSize]) -> list[int]:
+    return [block.dataset for block in blocks]
+
+
+def _tables(
+    files: Sequence[Sequence[TokenFile]], columns: Sequence[str], storage: StorageConfig
+) -> list[FileTable]:
+    """The files of ids and of each column, through the cache if it keeps tokens."""
+    of_each = [files, *(files_of(name, files) for name in columns)]
     if storage.cache_max_bytes:
         cache = PageCache(
             cache_folder(storage),
             storage.cache_max_bytes,
             storage.tuning.cache_chunk_bytes,
         )
-        files = [[_cached(file, cache) for file in of_dataset] for of_dataset in files]
+        of_each = [
+            [[_cached(file, cache) for file in of_dataset] for of_dataset in one] for one in of_each
+        ]
     elif storage.cache_dir is not None and not all(
         file.store.is_local for file in all_files(files)
     ):
         warn_once(
             log, str(storage.cache_dir), NO_TOKENS_KEPT, storage.cache_dir, level=logging.INFO
         )
-    table = _table_of(files, storage)
-    small = _small_datasets(steps, table, start, storage.tuning.resident_bytes)
-    sample_tokens = steps.sequence_length_at(start) + 1
-    all_small = _resident(small, table, sample_tokens)
-    blocks: list[BlockSize] = []
-    lanes = np.empty(0, np.int64)
-    # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that have
-    # no tokens, so such parts are never read from blocks.
-    if not (kept.bounds and are_packed(table.files)):
-        blocks, lanes = _blocks_to_prefetch(steps, table, start)
-    memory = plan_memory(
-        memory_bytes,
-        _batch_size(steps, table, kept, form),
-        blocks,
-        len(lanes),
-        resident=[
-            ResidentSize(one.dataset, sum(map(all_small.bytes_in_memory, one.files.tolist())))
-            for one in small
-        ],
-        ahead=ahead,
-        coalesce_gap_bytes=storage.tuning.coalesce_gap_bytes,
-        in_flight_bytes=storage.tuning.max_in_flight_bytes,
-        near_bytes=min(storage.tuning.max_in_flight_bytes, NEAR_BYTES),
-        is_remote=not table.local.all(),
-        only_blocks=_reads_only(steps, table, start, {one.dataset for one in small}, blocks),
-    )
-    stays = [one for one in small if one.dataset in memory.resident_datasets]
-    remote = [
-        one for one in small if any(is_remote(table.files[number].url) for number in one.files)
-    ]
-    _warn_of_samples_alone(remote, memory, sample_tokens * int(table.itemsize.max()))
-    if memory.num_without_room:
-        _warn_low_memory(memory, memory_bytes)
-    prefetched = None
-    smallest = min((block.stored for block in blocks), default=0)
-    if memory.block_datasets:
-        order = steps.samples.segment_at(start).order
-        assert order is not None
-        itemsizes = np.array([dataset.itemsize for dataset in order.datasets], np.int64)
-        is_whole = np.isin(np.arange(len(itemsizes)), memory.block_datasets)
-        prefetched = OpenBlocks(order, lanes, is_whole, itemsizes)
-    return ReadPlan(
-        table=table,
-        memory=memory,
-        planner=Planner(
-            table,
-            memory.coalesce_gap_bytes,
-            storage.tuning.max_request_bytes,
-            prefetched,
-            kept,
-            _resident(stays, table, sample_tokens) if stays else None,
-        ),
-        is_scattered=ORDERS[config.order].is_shuffled
-        and (prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES),
-    )
+    return [_table_of(one, storage) for one in of_each]
 
 
-def _batch_size(steps: MicroSteps, table: FileTable, kept: KeptParts, form: Form) -> BatchSize:
-    """The sizes of a micro-batch."""
+def _batch_size(
+    steps: MicroSteps,
+    tables: Sequence[FileTable],
+    kept: KeptParts,
+    kept_of_columns: KeptParts,
+    form: Form,
+) -> BatchSize:
+    """The sizes of a micro-batch. tables: of ids, then of each stored column."""
     config = steps.config
+    segment = steps.samples.segments[0]
     sample_tokens = config.sequence_length + 1
     rows = steps.micro_batch_size * kept.rows_of_sample
     ids = rows * kept.width(sample_tokens)
-    columns = steps.samples.segments[0].columns.values()
-    fields: tuple[int, ...] = ()
+    cut = kept_of_columns
+    of_columns = steps.micro_batch_size * cut.rows_of_sample * cut.width(sample_tokens)
+    fields: list[int] = []
     if form != "ids":
-        names = steps.samples.segments[0].field_names
-        fields = tuple(rows * FIELDS[name].nbytes(config.sequence_length) for name in names)
+        table = {**FIELDS, **segment.column_fields}
+        names = [*segment.field_names, *segment.column_fields]
+        fields = [rows * table[name].nbytes(config.sequence_length) for name in names]
+    stored = [sample_tokens * int(table.itemsize.max()) for table in tables]
     return BatchSize(
         samples=steps.micro_batch_size,
         sample_tokens=sample_tokens,
-        stored=steps.micro_batch_size * sample_tokens * int(table.itemsize.max()),
+        stored=steps.micro_batch_size * sum(stored),
         ids=(
-            ids * table.dtype.itemsize,
+            ids * tables[0].dtype.itemsize,
             rows * np.dtype(np.int64).itemsize,
-            *(ids * column.dtype.itemsize for column in columns),
+            *(
+                (ids if column.make else of_columns) * column.token_bytes
+                for column in segment.columns.values()
+            ),
         ),
-        fields=fields,
+        fields=tuple(fields),
+        files=len(tables),
+    )
+
+
+def _token_bytes(order: StreamOrder, table: FileTable) -> NDArray[np.int64]:
+    """Bytes of a token of each dataset of an order, int64: the most in its files."""
+    return np.array(
+        [
+            table.itemsize[_files_of(order, dataset, table)].max()
+            for dataset in range(len(order.datasets))
+        ],
+        np.int64,
     )
 
 
@@ -201,7 +300,7 @@ def _blocks_to_prefetch(
     if order.lanes % steps.step_samples:
         # this rank shares its lanes with other ranks, so each of them would fetch the same blocks
         return nothing
-    itemsizes = np.array([dataset.itemsize for dataset in order.datasets], np.int64)
+    itemsizes = _token_bytes(order, table)
     # A block is its samples end to end and one extra token. Each further shard that it continues in
     # adds another: memory_plan.py has room for these.
     bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
@@ -245,6 +344,11 @@ class _SmallDataset(NamedTuple):
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
     samples_alone: bool
+
+    def bytes_in_memory(self, table: FileTable, sample_tokens: int) -> int:
+        """Bytes of the buffers that hold it."""
+        pieces = _resident([self], table, sample_tokens)
+        return sum(map(pieces.bytes_in_memory, self.files.tolist()))
 
 
 def _small_datasets(
@@ -349,11 +453,20 @@ def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int) -> NDArray[
 
 
 def _warn_of_samples_alone(
-    small: Sequence[_SmallDataset], memory: MemoryPlan, sample_bytes: int
+    small: Sequence[_SmallDataset],
+    table: FileTable,
+    resident: Collection[int],
+    sample_bytes: int,
 ) -> None:
-    """Warn of datasets without blocks that have no room in memory, where samples are small requests."""
+    """Warn of remote datasets without blocks that have no room in memory, where samples are small
+    requests. resident: the datasets that have room.
+    """
     alone = [
-        one for one in small if one.samples_alone and one.dataset not in memory.resident_datasets
+        one
+        for one in small
+        if one.samples_alone
+        and one.dataset not in resident
+        and any(is_remote(table.files[number].url) for number in one.files)
     ]
     if alone and sample_bytes < SMALL_REQUEST:
         log.warning(
@@ -367,15 +480,20 @@ def _warn_of_samples_alone(
         )
 
 
-def _warn_low_memory(memory: MemoryPlan, memory_bytes: int) -> None:
-    """Warn that memory is too small for some blocks, and say how much would be enough."""
+def _warn_low_memory(
+    memory: MemoryPlan, memory_bytes: int, without_room: int, *, with_columns: bool
+) -> None:
+    """Warn that memory is too small for some blocks, and say how much would be enough. without_room:
+    datasets, and columns of datasets, that are read in small requests then.
+    """
     log.warning(
-        "memory_bytes %s has no room for the open blocks of %d of the datasets: their samples are "
+        "memory_bytes %s has no room for the open blocks of %d of the datasets%s: their samples are "
         "read one by one, in many small requests, which is several times slower. Set memory_bytes "
         "of the storage to at least %s; less would do with fewer shuffle_lanes or a smaller shuffle_block_bytes, "
         "which are another order",
         f"{memory_bytes:,}",
-        memory.num_without_room,
+        without_room,
+        " and columns" if with_columns else "",
         f"{memory.enough_bytes:,}",
     )
 
@@ -414,7 +532,7 @@ def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
     Returns the file unchanged if it is local or without an ETag, or if the disk of the cache cannot be
     used.
     """
-    if file.store.is_local:
+    if file.store.is_local or not file.dtype.itemsize:
         return file
     if not file.etag:  # pages of an old object and of a new one would look alike
         warn_unversioned(file.url)

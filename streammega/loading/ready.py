@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Literal, NamedTuple
 
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.field_inputs import Batch, Samples, make_fields
+from streammega.samples.field_inputs import Batch, Samples, make_fields, makers
 from streammega.samples.host_fields import Allocate, HostFields
 
 Form = Literal["fields", "ids", "both"]
@@ -51,6 +51,7 @@ class Assembler:
         self._config = steps.config
         (segment,) = steps.samples.segments
         self._names = segment.field_names
+        self._makers = makers(self._names, segment.column_fields)
         self._extra_token = segment.has_extra_token
         self._form = form
         self._allocate = allocate
@@ -75,7 +76,7 @@ class Assembler:
                 batches=batches,
                 extra_token=self._extra_token,
             )
-            made = make_fields(inputs, self._names, batches)
+            made = make_fields(inputs, self._makers, batches)
         if self._form == "both":
             parts = [samples.cut(batches, number, number + 1) for number in range(batches)]
             made = list(zip(made, parts, strict=True))

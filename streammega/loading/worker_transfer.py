@@ -7,20 +7,18 @@ that the worker's program has changed is sent as it is, by torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.config.fields import FIELDS
 from streammega.kernels.fields import is_widened
 from streammega.loading.buffers import recycled_memory
 from streammega.loading.micro_steps import MicroSteps
-from streammega.samples.field_inputs import Batch, Samples, make_fields
+from streammega.samples.field_inputs import Batch, Make, Samples, make_fields, makers
 from streammega.samples.host_fields import HostFields
 
 
@@ -31,13 +29,21 @@ class FieldsOfPhase:
     config: FieldsConfig
     names: Sequence[str]
     extra_token: bool
+    columns: Mapping[str, Make] = field(default_factory=dict)
+    """How the fields of stored columns are made."""
 
     @classmethod
     def of(cls, steps: MicroSteps) -> FieldsOfPhase:
         """Those of some micro-steps."""
         (segment,) = steps.samples.segments
         # a message has no datasets, which may be many thousands
-        return cls(steps.config.alone(), segment.field_names, segment.has_extra_token)
+        columns = {name: field.make for name, field in segment.column_fields.items()}
+        return cls(steps.config.alone(), segment.field_names, segment.has_extra_token, columns)
+
+    @property
+    def makers(self) -> dict[str, Make]:
+        """How each field is made, by name."""
+        return makers(self.names) | {**self.columns}
 
     def inputs(self, samples: Samples) -> HostFields:
         """What the fields are made of. Raises FormatError for an id outside of the vocabulary."""
@@ -70,7 +76,11 @@ class WorkerBatch(dict[str, Any]):
         }
         if not follow:
             return dict, (others,)
-        columns = {name: array.numpy() for name, array in samples.columns.items()}
+        # as bytes: numpy has not all of their dtypes
+        columns = {
+            name: (array.view(torch.uint8).numpy(), array.dtype)
+            for name, array in samples.columns.items()
+        }
         dataset_id = None if samples.dataset_id is None else samples.dataset_id.numpy()
         arrays = (samples.ids.numpy(), samples.valid.numpy(), columns, dataset_id, samples.pieces)
         return _receive, (list(self), others, follow, arrays, self._how)
@@ -86,14 +96,16 @@ class WorkerBatch(dict[str, Any]):
         are_plain = are_plain and all(_is(field, torch.int64, shape) for field in pair)
         if are_plain and is_widened(stored, *(field.numpy() for field in pair)):  # type: ignore[union-attr]
             follow = {"tokens", "labels"}
-        for name in {*self._how.names} & {*self} - follow:
-            value, made = self[name], FIELDS[name].make(anew)
+        for name, make in self._how.makers.items():
+            if name in follow or name not in self:
+                continue
+            value, made = self[name], make(anew)
             if made is not None and not isinstance(made, Tensor):
                 (made,) = made
-            if made is not None and _is(value, made.dtype, made.shape):
-                bits = f"i{made.itemsize}"  # of zeros with a sign, too
-                if np.array_equal(value.numpy().view(bits), made.numpy().view(bits)):
-                    follow.add(name)
+            is_ordinary = made is not None and _is(value, made.dtype, made.shape)
+            # of zeros with a sign, too
+            if is_ordinary and torch.equal(value.view(torch.uint8), made.view(torch.uint8)):
+                follow.add(name)
         return follow
 
 
@@ -109,11 +121,14 @@ def _receive(
     samples = Samples(
         ids=torch.from_numpy(ids),
         valid=torch.from_numpy(valid),
-        columns={name: torch.from_numpy(column) for name, column in columns.items()},
+        columns={
+            name: torch.from_numpy(column).view(dtype) for name, (column, dtype) in columns.items()
+        },
         dataset_id=None if dataset_id is None else torch.from_numpy(dataset_id),
         pieces=pieces,
     )
-    (made,) = make_fields(how.inputs(samples), follow)
+    wanted = {name: make for name, make in how.makers.items() if name in follow}
+    (made,) = make_fields(how.inputs(samples), wanted)
     return {name: others[name] if name in others else made[name] for name in names}
 
 

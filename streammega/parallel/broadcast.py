@@ -24,7 +24,6 @@ from streammega.loading.device_prefetch import wait_on_stream
 from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.fields import Bounds, DocumentCounts, documents_of, rank_fields
 from streammega.parallel.groups import Ranks, has_cpu_backend
-from streammega.samples.columns import COLUMNS
 from streammega.samples.field_inputs import Batch, Samples, check_mask_is_there
 from streammega.samples.host_fields import scan_padding, torch_dtype
 
@@ -84,7 +83,8 @@ class BatchSpec:
 
 def samples_of(raw: Batch) -> Samples:
     """A micro-batch as ids: `ready.ids_batches` the other way round."""
-    columns = {name: array for name, array in raw.items() if name in COLUMNS}
+    others = ("ids", "valid", "dataset_id")
+    columns = {name: array for name, array in raw.items() if name not in others}
     return Samples(raw["ids"], raw["valid"], columns, raw.get("dataset_id"))
 
 
@@ -141,9 +141,14 @@ class BatchBroadcast:
         self._specs: dict[int, BatchSpec] = {}
         stages = stages_of(ranks, every_stage)
         self._fields = [name for name in config.field_names if stages & {*FIELDS[name].stages}]
+        columns = dataset.samples.segments[0].column_fields
+        self._column_fields = {
+            name: field for name, field in columns.items() if stages & {*field.stages}
+        }
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
-        self._reads = bool(self._fields) and ranks.at["tp"] == 0
+        self._needs_batches = bool(self._fields or self._column_fields)
+        self._reads = self._needs_batches and ranks.at["tp"] == 0
         # Called now, to refuse a loader that reads the parts of another rank.
         self._spec_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
@@ -162,7 +167,7 @@ class BatchBroadcast:
 
         Then all ranks have to start a micro-batch at the same place of their programs.
         """
-        return self._group is not None and bool(self._fields)
+        return self._group is not None and self._needs_batches
 
     @property
     def is_ready(self) -> bool:
@@ -185,7 +190,7 @@ class BatchBroadcast:
         position = consumed - dataset.step_samples
         spec = self._spec_of(dataset.sequence_length_at(position))
         pending = PendingBatch(position, consumed, spec)
-        if self._fields:
+        if self._needs_batches:
             try:
                 with dataset.steps.naming_datasets(position):
                     self._begin(pending, raw)
@@ -242,8 +247,9 @@ class BatchBroadcast:
                 "valid": (ids[:1], torch.int64),
             }
             needed = {column for name in self._fields for column in FIELDS[name].columns}
-            columns = {name: loader.columns[name] for name in loader.columns if name in needed}
-            shapes |= {name: (of_columns, torch_dtype(dtype)) for name, dtype in columns.items()}
+            for name, column in loader.columns.items():
+                if name in needed or name in self._column_fields:
+                    shapes[name] = (*of_columns, *column.token_shape), column.dtype
             if "dataset_id" in self._fields:
                 shapes["dataset_id"] = (samples,), torch.int64
             arrays = {}
@@ -330,6 +336,7 @@ class BatchBroadcast:
                 pending.spec.config,
                 pending.spec.bounds,
                 names=self._fields,
+                columns=self._column_fields,
                 documents=counts,
                 may_pad=pending.may_pad,
             )

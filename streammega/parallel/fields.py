@@ -4,7 +4,7 @@ that it keeps in context parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.config.fields import FIELDS
+from streammega.config.fields import FIELDS, Field
 from streammega.errors import ConfigError
 from streammega.samples.device_fields import NO_ID, DeviceFields
-from streammega.samples.field_inputs import Batch, FieldInputs, Samples, make_fields
+from streammega.samples.field_inputs import (
+    Batch,
+    FieldInputs,
+    Make,
+    Samples,
+    make_fields,
+    makers,
+)
 from streammega.samples.fields import cu_seqlens
 from streammega.samples.host_fields import HostFields
 from streammega.samples.rows import KeptParts
@@ -60,6 +67,7 @@ def rank_fields(
     bounds: Bounds,
     *,
     names: Collection[str] | None = None,
+    columns: Mapping[str, Field] = {},
     documents: DocumentCounts | None = None,
     may_pad: bool = True,
 ) -> Batch:
@@ -70,7 +78,7 @@ def rank_fields(
         samples: "ids" in the stored dtype, [samples, S + 1] or of the kept parts [samples * len(bounds),
             P + 1], the rows of a sample in order. Columns are either, too.
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
-        names: of the fields; None: those of the config.
+        names: of the fields; None: those of the config. columns: the fields of stored columns.
         documents: the counts of these ids; None: if they are needed, the host waits for the device
             to count documents.
         may_pad: as in DeviceFields.
@@ -92,39 +100,40 @@ def rank_fields(
     made = _made(
         samples if is_cut else _cut(samples, bounds),
         config if len(bounds) == 1 else replace(config, sequence_length=stop - start),
-        of_parts,
+        makers(of_parts, columns),
         may_pad,
         documents.max_documents if documents and not of_whole else None,
         [start for start, _ in bounds],
     )
     for name, field in made.items():
-        if len(bounds) > 1 and FIELDS[name].tokens_dim == 1:  # the parts of a sample end to end
-            made[name] = field.reshape(-1, len(bounds) * field.shape[1])
+        # the parts of a sample end to end
+        if len(bounds) > 1 and (columns.get(name) or FIELDS[name]).tokens_dim == 1:
+            made[name] = field.reshape(-1, len(bounds) * field.shape[1], *field.shape[2:])
     if of_whole:
         max_documents = documents.max_documents if documents else None
         # columns are of parts: a field that is made of them cannot need whole samples
         alone = samples._replace(columns={})
-        uncut = _made(alone, config, of_whole, may_pad, max_documents, (0,))
+        uncut = _made(alone, config, makers(of_whole), may_pad, max_documents, (0,))
         made |= split_batch(uncut, bounds, documents.max_kept_documents if documents else None)
-    order = [kept for name in FIELDS for kept in (name, f"{name}_whole")]
+    order = [kept for name in (*FIELDS, *columns) for kept in (name, f"{name}_whole")]
     return {name: made[name] for name in order if name in made}
 
 
 def _made(
     samples: Samples,
     config: FieldsConfig,
-    names: Collection[str],
+    wanted: Mapping[str, Make],
     may_pad: bool,
     max_documents: int | None,
     starts: Sequence[int],
 ) -> Batch:
     if samples.ids.device.type == "cpu":
-        inputs: FieldInputs = HostFields(samples, config, names, starts=starts)
+        inputs: FieldInputs = HostFields(samples, config, wanted, starts=starts)
     else:
         inputs = DeviceFields(
             samples, config, may_pad=may_pad, max_documents=max_documents, starts=starts
         )
-    (batch,) = make_fields(inputs, names)
+    (batch,) = make_fields(inputs, wanted)
     return batch
 
 

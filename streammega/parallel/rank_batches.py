@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     group = ranks.group(WORLD)
     if group is not None:
         config = open_together(config, group, split=options.get("split", "train"))
+    if not ranks.is_last_stage:  # what only the last one uses is not read by others
+        columns = config.column_settings.items()
+        both = {name: column for name, column in columns if column.stage == "both"}
+        config = replace(config, columns=both)
     return StreamLoader(config, dp_rank=dp_rank, dp_size=layout.dp, ids_only=True, **options)
 
 
@@ -68,7 +73,8 @@ def get_batch(
     First stage: tokens, position_ids; last stage: labels, loss_mask, and dataset_id if `fields` has
     it; both also what the config adds (cu_seqlens, attention_mask); middle stages: nothing, or with
     `every_stage` position_ids and what the config adds. Those of Megatron are there in
-    every order. Shapes as in StreamingDataset, [micro_batch_size, kept].
+    every order. Stored columns are there on the last stage, or on all that have fields. Shapes as in
+    StreamingDataset, [micro_batch_size, kept].
 
     Args:
         loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every

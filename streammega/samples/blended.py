@@ -67,6 +67,7 @@ class BlendedDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.shares = normalized(self.weights)
         self.tokens_per_epoch = [dataset.shape.tokens_per_epoch for dataset in datasets]
         _ = self._indices  # now: raises for a blend that takes too much of a dataset
+        _ = self.stored_columns  # now: raises where datasets differ
 
     def __len__(self) -> int:
         return len(self.dataset_index)

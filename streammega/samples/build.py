@@ -105,7 +105,10 @@ def _open_all(
     at_once = min(MAX_OPENERS, config.storage.max_concurrent_requests)
     datasets = parallel_map(
         lambda prefix: IndexedDataset(
-            prefix, config.storage, manifest=config.manifests.get(prefix)
+            prefix,
+            config.storage,
+            manifest=config.manifests.get(prefix),
+            columns=config.columns,
         ),
         missing,
         at_once,

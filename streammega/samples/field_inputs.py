@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.config import FieldsConfig
-from streammega.config.fields import FIELDS
+from streammega.config.fields import FIELDS, Field
 from streammega.errors import ConfigError
 
 Batch = dict[str, Tensor]
+Make = Callable[[Any], Any]
+"""Makes a field of `FieldInputs`; None: the samples do not have it."""
 
 
 class Samples(NamedTuple):
@@ -22,7 +25,7 @@ class Samples(NamedTuple):
     Each sample is a row; or several, its kept parts, see `KeptParts`. Arrays on one device.
 
     ids: [rows, S + 1], or [rows, S] where the last token has no label. valid: integers [rows], how many
-    ids of each row are not padding. columns: by name, what travels with each id, [rows, S + 1]: see
+    ids of each row are not padding. columns: by name, what travels with each id, [rows, S + 1] or [rows, S + 1, width]: see
     `columns.py`. dataset_id: int64 [samples]. pieces: (row_splits, size) of the sequences that samples
     consist of, for inter_document_masking, int64: see `sequence_bounds`.
     """
@@ -81,12 +84,26 @@ class FieldInputs:
         self.config = config
         self.starts = starts
 
+    def values_of(self, column: str, align: str) -> Tensor:
+        """The values of a stored column, [rows, S] or [rows, S, width]: of labels, or of tokens."""
+        values = self.samples.columns[column]
+        first = int(align == "labels")
+        # contiguous() would leave one sample a view, whose memory others share
+        kept = values[:, first : self.config.sequence_length + first]
+        return kept.clone(memory_format=torch.contiguous_format)
 
-def make_fields(inputs: FieldInputs, names: Collection[str], batches: int = 1) -> list[Batch]:
-    """The fields of these names, of so many micro-batches of equal size, in the order of the table."""
+
+def makers(names: Collection[str], columns: Mapping[str, Field] = {}) -> dict[str, Make]:
+    """How fields of the table are made, in its order, and after them those of stored columns."""
+    fields = {name: field for name, field in FIELDS.items() if name in names} | {**columns}
+    return {name: field.make for name, field in fields.items()}
+
+
+def make_fields(inputs: FieldInputs, wanted: Mapping[str, Make], batches: int = 1) -> list[Batch]:
+    """The fields that are wanted, by `makers`, of so many micro-batches of equal size."""
     made: dict[str, Sequence[Tensor]] = {}
-    for name, field in FIELDS.items():
-        value = field.make(inputs) if name in names else None
+    for name, make in wanted.items():
+        value = make(inputs)
         if isinstance(value, Tensor):
             made[name] = [value] if batches == 1 else value.chunk(batches)
         elif value is not None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.config import FieldsConfig
+from streammega.config.columns import refuse_columns
 from streammega.errors import ConfigError, FormatError
 from streammega.kernels.fields import make_mask, make_positions
 from streammega.samples.device_fields import NO_ID, DeviceFields
@@ -25,6 +26,7 @@ from streammega.samples.field_inputs import (
     Samples,
     check_mask_is_there,
     make_fields,
+    makers,
 )
 from streammega.samples.host_fields import (
     HostFields,
@@ -69,6 +71,7 @@ def batch_fields(
             "a config without it"
         )
     names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
+    refuse_columns(config, "ids do not tell the values of columns")
     if "dataset_id" in names:
         raise ConfigError("ids do not tell their dataset; leave dataset_id out of fields")
     return fields_of_ids(ids, valid, config, names=names)
@@ -96,7 +99,7 @@ def fields_of_ids(
             counts = _valid_counts(_array(valid, "valid"), stored.shape)
         samples = Samples(torch.from_numpy(stored), torch.from_numpy(counts))
         inputs = HostFields(samples, config, names)
-    (batch,) = make_fields(inputs, names)
+    (batch,) = make_fields(inputs, makers(names))
     return batch
 
 

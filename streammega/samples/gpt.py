@@ -34,6 +34,7 @@ from streammega.order.megatron import (
     locate_gpt,
 )
 from streammega.order.stream_order import USAGE
+from streammega.samples.columns import joined, open_columns
 from streammega.samples.field_inputs import Batch, check_mask_is_there
 from streammega.samples.file_index import FileIndex
 from streammega.samples.gather import read_fields
@@ -156,6 +157,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         learned = learned_modes_of(indexed, config.mask_loss_by_mode)
         needs_index = self.is_packed or learned is not None
         info = indexed.bin_info
+        columns = open_columns(indexed.name, indexed.manifest, config)
         file = TokenFile(
             store=indexed.store,
             key=indexed.bin_key,
@@ -166,6 +168,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
             bin_tokens=indexed.bin_tokens,
             learned=learned,
             content=indexed.content,
+            columns=joined(columns, indexed.prefix),
         )
         self.files: Sequence[Sequence[TokenFile]] = [[file]]
 

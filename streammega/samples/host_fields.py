@@ -199,6 +199,13 @@ class HostFields(FieldInputs):
             None if numbers is None else self._allocate((len(numbers),), torch.int64).copy_(numbers)
         )
 
+    def values_of(self, column: str, align: str) -> Tensor:
+        """As the base class, in memory of batches."""
+        values = self.samples.columns[column]
+        first = int(align == "labels")
+        kept = values[:, first : self._length + first]
+        return self._allocate(tuple(kept.shape), kept.dtype).copy_(kept)
+
     @cached_property
     def _bounds(self) -> list[Tensor]:
         """cu_seqlens of each micro-batch, by eod_id; none without reset_attention_mask."""

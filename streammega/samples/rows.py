@@ -17,6 +17,7 @@ from torch import Tensor
 
 from streammega.errors import ShortReadError
 from streammega.errors.cached_property import cached_property
+from streammega.kernels.addresses import check_rows
 from streammega.kernels.plan import coalesce_rows
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
@@ -198,6 +199,28 @@ class PlacedRows:
             size=self.size[rows],
             sample=np.repeat(np.arange(last - first), np.diff(splits)),
             sample_start=self.sample_start[rows],
+        )
+
+
+class PlacedFiles(NamedTuple):
+    """Rows whose bytes are in `memory`, and the files that they are of."""
+
+    rows: PlacedRows
+    memory: Memory
+    table: FileTable
+
+    def check(self, first: int, last: int) -> None:
+        """Raise AssertionError unless the bytes of samples [first, last) are there, for kernels do not
+        look. Each kept part counts as a sample.
+        """
+        rows, memory, table = self
+        check_rows(
+            rows.row_splits[first : last + 1],
+            (rows.slot, rows.offset, rows.size, rows.file, rows.start),
+            (memory.room, memory.zero),
+            (table.itemsize, table.num_tokens, table.mapped_at),
+            table.chunk_bytes,
+            f"samples {rows.sample_ids[first]:,} and later",
         )
 
 

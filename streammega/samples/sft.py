@@ -11,6 +11,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.config.columns import refuse_columns
 from streammega.dataset.conversations import Message, load_record, messages_of, turns_of
 from streammega.dataset.labels import list_names
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
@@ -61,6 +62,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
                 "exclude_documents names documents of converted datasets, but these conversations are lines "
                 "of files; delete the lines there"
             )
+        refuse_columns(config, "these conversations are lines of files, which have no columns")
         self.config = config
         conversations = list(_encoded(paths, encode, config))
         if not conversations:

@@ -14,14 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import ORDERS, DataConfig
-from streammega.config.fields import FIELDS
+from streammega.config.fields import FIELDS, Field
+from streammega.dataset.columns import StoredColumn
 from streammega.errors.cached_property import cached_property
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
 from streammega.order.extents import merge_extents
 from streammega.order.state import PHASES
 from streammega.order.stream_order import StreamOrder
-from streammega.samples.columns import COLUMNS, Column
+from streammega.samples.columns import (
+    COLUMNS,
+    TokenColumn,
+    as_token_column,
+    field_of,
+    files_of,
+    stored_columns,
+)
 from streammega.samples.excluded import ExcludedTokens, excluded_tokens
 from streammega.samples.field_inputs import check_mask_is_there
 from streammega.samples.packed import are_packed
@@ -133,14 +141,33 @@ class SegmentSource(ABC):
         return [name for name in names if name not in plain_fields]
 
     @cached_property
-    def columns(self) -> Mapping[str, Column]:
-        """The columns that these fields are made of, by name."""
+    def stored_columns(self) -> Mapping[str, StoredColumn]:
+        """The columns that are read next to the ids, by name. Raises ConfigError where datasets differ."""
+        return stored_columns(self.config, self.prefixes, self.files)
+
+    @cached_property
+    def columns(self) -> Mapping[str, TokenColumn]:
+        """The columns of these samples, by name: those that the fields are made of, and those stored."""
         needed = {name for field in self.field_names for name in FIELDS[field].columns}
-        return {
+        made = {
             name: column
             for name, column in COLUMNS.items()
             if name in needed and column.is_there(self)
         }
+        read = self.config.column_settings
+        stored = self.stored_columns.items()
+        return made | {name: as_token_column(column, read[name]) for name, column in stored}
+
+    @cached_property
+    def column_fields(self) -> Mapping[str, Field]:
+        """The fields that batches have of stored columns, by name."""
+        read = self.config.column_settings
+        return {name: field_of(column, read[name]) for name, column in self.stored_columns.items()}
+
+    @cached_property
+    def column_tables(self) -> Mapping[str, FileTable]:
+        """The files of each stored column, numbered as those of ids, without a cache of pages."""
+        return {name: FileTable.of(files_of(name, self.files)) for name in self.stored_columns}
 
 
 class SampleSource:
@@ -242,7 +269,10 @@ class SampleSource:
 
 
 def check_fields(source: SegmentSource) -> None:
-    """Raise ConfigError if the data has labels without loss, and the config leaves out loss_mask."""
+    """Raise ConfigError if the data has labels without loss, and the config leaves out loss_mask; or for
+    columns in which datasets differ.
+    """
+    _ = source.stored_columns
     if source.masks_loss or source.is_packed:
         check_mask_is_there(source.config.field_names)
 

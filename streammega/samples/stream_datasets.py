@@ -17,6 +17,7 @@ from streammega.errors import ConfigError
 from streammega.errors.logs import get_logger
 from streammega.order.epoch_layout import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
+from streammega.samples.columns import open_columns
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_by_manifest
 from streammega.samples.segments import SplitData
@@ -59,7 +60,9 @@ def open_datasets(data: SplitData, config: DataConfig) -> list[OpenDataset]:
             is_local=not any(map(is_remote, data.prefixes)),
         )
 
-    opened = open_with(data.prefixes, config.storage, open_all, config.manifests)
+    opened = open_with(
+        data.prefixes, config.storage, open_all, config.manifests, columns=config.columns
+    )
     for dataset in opened:
         check_vocabulary(dataset.name, dataset.manifest.tokenizers, config)
     if len(opened) > 1 and not config.allow_mixed_tokenizers:
@@ -90,7 +93,8 @@ def _cut_dataset(name: str, manifest: Manifest, data: SplitData, config: DataCon
     needs_index = bin_tokens is not None or learned is not None
     content = content_of(manifest)
     files = []
-    for shard in shards:
+    columns = open_columns(name, manifest, config)
+    for shard, of_shard in zip(shards, columns, strict=True):
         store, info = open_tokens(shard, config.storage)
         files.append(
             TokenFile(
@@ -103,6 +107,7 @@ def _cut_dataset(name: str, manifest: Manifest, data: SplitData, config: DataCon
                 bin_tokens=bin_tokens,
                 learned=learned,
                 content=content,
+                columns=of_shard,
             )
         )
     parts = _parts_of(manifest, units, *bounds, config.storage)

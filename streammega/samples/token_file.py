@@ -4,15 +4,16 @@ have the same tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.columns import StoredColumn
 from streammega.dataset.labels import TokenizerLabel, mixed_tokenizers
 from streammega.dataset.opening import open_manifests
 from streammega.errors import ConfigError, StreammegaError
@@ -35,7 +36,8 @@ class TokenFile:
     `etag`: that of the object when it was opened; empty: unknown. `index`: its `.idx`, if it is
     needed. `bin_tokens`: tokens of the bins into which documents are packed; None: they are end to
     end. `learned`: bool [256], which modes have a loss, mode m at m - MIN_MODE; None: all tokens
-    have. `content`: the digest of its dataset, the same for all files of that.
+    have. `content`: the digest of its dataset, the same for all files of that. `columns`: those that
+    the run reads, by name.
     """
 
     store: Store
@@ -47,18 +49,31 @@ class TokenFile:
     bin_tokens: int | None = None
     learned: NDArray[np.bool_] | None = None
     content: str = ""
+    columns: Mapping[str, StoredFile] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         """For messages."""
         return self.store.url(self.key)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tokens."""
+        return self.num_tokens * self.dtype.itemsize
+
     def check_bytes(self, size: int) -> None:
         """Raise ShortReadError if `size` bytes do not hold all tokens: kernels follow addresses in
         them without a check.
         """
-        if size < self.num_tokens * self.dtype.itemsize:
+        if size < self.num_bytes:
             raise truncated(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
+
+
+class StoredFile(NamedTuple):
+    """A column of a file of tokens, and the file that stores it, as one of as many tokens."""
+
+    column: StoredColumn
+    tokens: TokenFile
 
 
 @dataclass(frozen=True, kw_only=True)

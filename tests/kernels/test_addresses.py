@@ -148,10 +148,10 @@ def test_a_loader_whose_plan_is_wrong_raises_and_reads_nothing(
     config = data_config([prefix], tmp_path, order=order)
     gather = Gatherer.gather
 
-    def gather_wrongly(self: Gatherer, rows: Any, first: int, last: int, memory: Any) -> Any:
-        column = getattr(rows, what)
-        column[rows.row_splits[first]] = value
-        return gather(self, rows, first, last, memory)
+    def gather_wrongly(self: Gatherer, ids: Any, stored: Any, first: int, last: int) -> Any:
+        column = getattr(ids.rows, what)
+        column[ids.rows.row_splits[first]] = value
+        return gather(self, ids, stored, first, last)
 
     monkeypatch.setattr(Gatherer, "gather", gather_wrongly)
     with (

@@ -611,7 +611,8 @@ def test_groups_end_before_they_open_too_many_bytes(server: Running, tmp_path: P
         lookahead.plan_window()
     batches = []
     while (group := lookahead.take_group()) is not None:
-        opened = sum(rounded(buffer.size) for buffer in group.buffers)
+        (buffers,) = group.buffers
+        opened = sum(rounded(buffer.size) for buffer in buffers)
         batches.append(len(group.consumed))
         assert opened <= most or batches[-1] == 1
     assert sum(batches) == 300 // 4

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, PhaseConfig, StorageConfig, StreamLoader
+from streammega import Column, DataConfig, PhaseConfig, StorageConfig, StreamLoader
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
 from streammega.dataset.names import Kind
@@ -21,6 +21,7 @@ from streammega.order.sharding import zigzag_bounds
 from streammega.parallel.broadcast import samples_of
 from streammega.parallel.fields import rank_fields
 from tests.support.builders import write_manifest
+from tests.support.columns import add_column
 from tests.support.expected import check_batch, shards_of
 
 LENGTH = 24
@@ -29,6 +30,11 @@ LEARNED = {1, 2}
 """Where no manifest names modes: all but 0."""
 GLOBAL = 4
 KINDS: tuple[Kind, ...] = ("bin", "zst", "tar")
+COLUMNS = {
+    "teacher": Column("uint16", 3, fill=9),
+    "weight": Column("bfloat16", align="tokens", fill=-1.5, missing=1.0),
+}
+"""Those of `web`; `code` has no weights."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = str(folder / "bin" / name / name)
         packed = str(folder / "packed" / name / name)
         convert([f"{source}.manifest.json"], packed, pack_length=LENGTH, eod_id=EOD, workers=1)
+    for form in (*KINDS, "packed"):
+        for name, written in (("web", [*COLUMNS]), ("code", ["teacher"])):
+            for number, column in enumerate(written):
+                add_column(folder / form / name / name, column, COLUMNS[column], shards=[number, 7])
     return folder
 
 
@@ -79,11 +89,12 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     ranks=st.sampled_from([1, 2]),
     cp=st.sampled_from([1, 2, 3]),
     changes=st.booleans(),
+    columns=st.sampled_from([[], ["teacher"], ["weight", "teacher"]]),
 )
 def test_batches_of_any_features_are_those_of_the_files(
     data: Path, tmp_path_factory: pytest.TempPathFactory, order: Any, kind: str, flags: set[str],
     fields: Any, masked_by_mode: bool, pad_id: int | None, add_extra_token: bool, by_documents: bool,
-    gone: set[int], since: int, ranks: int, cp: int, changes: bool,
+    gone: set[int], since: int, ranks: int, cp: int, changes: bool, columns: list[str],
 ) -> None:  # fmt: skip
     folder = data / kind
     names = [str(folder / name / name) for name in ("web", "code")]
@@ -104,6 +115,7 @@ def test_batches_of_any_features_are_those_of_the_files(
             mask_loss_by_mode=masked_by_mode,
             inter_document_masking=by_documents,
             fields=fields,
+            columns={name: Column(missing=COLUMNS[name].missing) for name in columns},
             exclude_documents=[(since, documents)] if gone else (),
             storage=StorageConfig(cache_dir=tmp_path_factory.getbasetemp() / "orders"),
             **chosen,
@@ -120,6 +132,7 @@ def test_batches_of_any_features_are_those_of_the_files(
     truth: Any = {
         "excluded": {(shard, number): since for number in gone},
         "learned": LEARNED if masked_by_mode else None,
+        "columns": {name: COLUMNS[name] for name in columns},
     }
     for loader in loaders:
         with loader:
@@ -138,7 +151,7 @@ def test_batches_of_any_features_are_those_of_the_files(
                 raw = next(loader)
                 segment = loader.dataset.samples.segment_at(consumed)
                 assert [*raw] == ["ids", "valid", *segment.columns, "dataset_id"]
-                batch = rank_fields(samples_of(raw), config, bounds)
+                batch = rank_fields(samples_of(raw), config, bounds, columns=segment.column_fields)
                 if cp > 1:  # of the kept tokens: cut where the parts meet too
                     batch.pop("cu_seqlens", None)
                 check_batch(batch, loader.dataset, consumed, **truth, kept=kept)

@@ -8,11 +8,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from streammega import DataConfig, ParallelLayout
 from streammega.config.fields import FIELDS, FIRST, Field
-from streammega.samples.columns import COLUMNS, Column, GatheredRows
+from streammega.samples.columns import COLUMNS, GatheredRows, TokenColumn
 from tests.support.rank_programs import read_batches
 
 
@@ -35,7 +36,7 @@ def place_of_tokens(made: Any) -> Any:
 
 @contextmanager
 def added() -> Iterator[None]:
-    column = Column(np.dtype(np.int64), -1, lambda _: True, places)
+    column = TokenColumn(torch.int64, -1, lambda _: True, places)
     field = Field("where tokens are", place_of_tokens, "int64", [FIRST], columns=["place"])
     with mock.patch.dict(COLUMNS, place=column), mock.patch.dict(FIELDS, place_ids=field):
         yield

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from streammega.config import FieldsConfig
 from streammega.samples.device_fields import DeviceFields
-from streammega.samples.field_inputs import Batch, Samples, make_fields
+from streammega.samples.field_inputs import Batch, Samples, make_fields, makers
 
 
 def device_fields(
@@ -26,5 +26,5 @@ def device_fields(
     that are not padding. names: of the fields; None: those of the config.
     """
     inputs = DeviceFields(Samples(ids, valid), config, may_pad=may_pad, max_documents=max_documents)
-    (batch,) = make_fields(inputs, config.field_names if names is None else names)
+    (batch,) = make_fields(inputs, makers(config.field_names if names is None else names))
     return batch

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import zstandard
 
-from streammega import StreamingDataset
+from streammega import Column, StreamingDataset
 
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 NEVER = 1 << 60
+Columns = Mapping[str, Column]
+"""The stored columns of batches, by name, with their `missing`."""
 Excluded = Mapping[tuple[str, int], int]
 """By (shard, document), the first sample that does not see it."""
 
@@ -73,6 +76,19 @@ def stored_ids(prefix: str, dtype: str) -> Any:
         return np.concatenate(arrays)
 
 
+@cache
+def column_of(shard: str, name: str, size: int) -> Any:
+    """The bytes of the values of each token of a shard, [tokens, size]; None: it has no such column."""
+    path = Path(f"{shard}.col-{name}")
+    return np.fromfile(path, np.uint8).reshape(-1, size) if path.exists() else None
+
+
+def bytes_of(value: Any, column: Column) -> Any:
+    """The bytes of a token whose values are all this one."""
+    values = torch.tensor([value] * (column.width or 1), dtype=torch.float64)
+    return values.to(getattr(torch, column.dtype)).view(torch.uint8).numpy()
+
+
 def shards_of(url: str) -> list[str]:
     """The shards of what a source names: one of them, or a dataset whose shards are end to end."""
     prefix = url
@@ -90,6 +106,7 @@ def sample_of(
     excluded: Excluded,
     learned: set[int] | None,
     local: Callable[[str], str],
+    written: Columns,
 ) -> dict[str, Any]:
     """The fields of one sample."""
     config = segment.config
@@ -97,6 +114,7 @@ def sample_of(
     found = segment.locate(np.array([number]))
     is_packed = segment.files[0][0].bin_tokens is not None
     rows: list[Any] = []
+    values: dict[str, list[Any]] = {name: [] for name in written}
     places = list(zip(found.dataset, found.file, found.start, found.stop, strict=True))
     for dataset, file, start, stop in places[:1] if is_packed else places:
         for shard in shards_of(local(segment.files[dataset][file].url)):
@@ -107,6 +125,15 @@ def sample_of(
                 part = part[stored.document[part] >= 0]
             since = [excluded.get((shard, at), NEVER) for at in stored.document[part].tolist()]
             is_gone = np.array(since, np.int64) <= number
+            for name, column in written.items():
+                fill = bytes_of(column.fill or 0, column)
+                of_file = column_of(shard, name, len(fill))
+                if of_file is None:
+                    there = np.repeat(bytes_of(column.missing, column)[None], len(part), 0)
+                else:
+                    there = of_file[part].copy()
+                there[is_gone] = fill
+                values[name].append(there)
             rows.append((*(column[part] for column in stored), is_gone))
             start, stop = start - len(stored.ids), stop - len(stored.ids)
     columns: Any = [np.concatenate(column) for column in zip(*rows, strict=True)]
@@ -135,7 +162,13 @@ def sample_of(
     restart = np.maximum.accumulate(np.where(is_first, numbers, 0)) if restarts else 0
     ends = np.flatnonzero(is_first if config.inter_document_masking else np.append(False, is_end))
     document_of = np.cumsum(is_first) if config.reset_attention_mask else np.zeros(length)
-    return {
+    of_columns = {}
+    for name, column in written.items():
+        fill = bytes_of(column.fill or 0, column)
+        row = np.repeat(fill[None], length + 1, 0)
+        row[:count] = np.concatenate(values[name])[:count]
+        of_columns[name] = row[:-1] if column.align == "tokens" else row[1:]
+    return of_columns | {
         "tokens": np.where(tokens == pad, 0, tokens),
         "labels": np.where(labels == pad, 0, labels),
         "loss_mask": mask.astype(np.float32),
@@ -166,14 +199,32 @@ def check_batch(
     learned: set[int] | None = None,
     local: Callable[[str], str] = str,
     kept: Any = slice(None),
+    columns: Columns | None = None,
 ) -> None:
     """Compare a batch of a rank with what it must be. local: the local name of a file that is remote.
     kept: the tokens that a context-parallel rank keeps.
     """
     segment = dataset.samples.segment_at(consumed)
     numbers = dataset.sample_ids(consumed).tolist()
-    rows = [sample_of(segment, number, excluded or {}, learned, local) for number in numbers]
+    stored = columns or {}
+    rows = [
+        sample_of(segment, number, excluded or {}, learned, local, stored) for number in numbers
+    ]
+    assert {*stored} <= {*batch}
     for name in batch:
+        if name in stored:
+            shape = (
+                *batch["tokens"].shape,
+                *([width] if (width := stored[name].width or 1) > 1 else []),
+            )
+            assert (batch[name].dtype, batch[name].shape) == (
+                getattr(torch, stored[name].dtype),
+                shape,
+            )
+            bits = batch[name].contiguous().view(torch.uint8).numpy()
+            values = np.stack([row[name] for row in rows])[:, kept]
+            np.testing.assert_array_equal(bits.reshape(values.shape), values, name)
+            continue
         wanted = [row[name.removesuffix("_whole")] for row in rows]
         got = batch[name].numpy()
         if name.startswith("cu_seqlens"):

@@ -1,0 +1,324 @@
+"""Stored columns in batches: from buckets, in workers, from the cache, on every rank, and what refuses
+them. That every value is its token's, in any order and with any feature, test_expected_batches.py shows
+for local files.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streammega import (
+    Column,
+    DataConfig,
+    FieldsConfig,
+    ParallelLayout,
+    SFTDataset,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+    batch_fields,
+)
+from streammega.errors import ConfigError, FormatError, ObjectChangedError, StreammegaError
+from streammega.integrations.megatron import MegatronBatches
+from streammega.integrations.transformers import causal_lm_batch
+from streammega.integrations.webdataset import TextStream
+from streammega.loading.read_plan import plan_reading
+from streammega.order.sharding import zigzag_bounds
+from tests.support.builders import write_dataset
+from tests.support.columns import add_column, change_entry
+from tests.support.expected import check_batch
+from tests.support.gang import Gang
+from tests.support.rank_programs import read_batches
+from tests.support.streams import storage_of
+from tools.bench.object_server import Running
+
+LENGTH = 32
+SIZES: Any = {"micro_batch_size": 2, "global_batch_size": 4}
+COLUMNS = {
+    "teacher": Column("uint16", 4),
+    "logprobs": Column("float16", 4, fill=-0.5),
+    "weight": Column("float8_e4m3fn", align="tokens", missing=1.0),
+}
+READ = {name: Column(missing=column.missing) for name, column in COLUMNS.items()}
+
+
+def write_columns(root: Path) -> None:
+    """Two datasets; `code` has no weights."""
+    rng = np.random.default_rng(3)
+    for name, columns in (("web", [*COLUMNS]), ("code", ["teacher", "logprobs"])):
+        documents = [rng.integers(0, 60_000, rng.integers(1, 300)) for _ in range(150)]
+        write_dataset(root / name, [document.astype(np.uint16) for document in documents])
+        for number, column in enumerate(columns):
+            add_column(root / name, column, COLUMNS[column], shards=[number + 9 * len(name)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_columns(tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def bucket(server: Running) -> str:
+    folder = server.root / "columns"
+    if not folder.exists():
+        folder.mkdir()
+        write_columns(folder)
+    return "s3://columns"
+
+
+def config_of(
+    root: Path | str, storage: StorageConfig | None = None, **settings: Any
+) -> DataConfig:
+    defaults: dict[str, Any] = {
+        "blend": [(f"{root}/web", 0.6), (f"{root}/code", 0.4)],
+        "sequence_length": LENGTH,
+        "order": "stream",
+        "num_samples": (160, 0, 0),
+        "shuffle_lanes": 8,
+        "shuffle_block_bytes": 512,
+        "columns": READ,
+        "storage": storage or StorageConfig(),
+    }
+    return DataConfig(**defaults | settings)
+
+
+def check_all(loader: StreamLoader, local: Callable[[str], str] = str, steps: int = 30) -> None:
+    with loader:
+        for consumed in islice(loader.dataset.positions(), steps):
+            check_batch(next(loader), loader.dataset, consumed, columns=COLUMNS, local=local)
+
+
+@pytest.mark.parametrize("memory_bytes", [600_000, 40_000_000], ids=["no-room", "blocks"])
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
+def test_batches_of_buckets_have_the_values_of_their_tokens(
+    server: Running, bucket: str, tmp_path: Path, memory_bytes: int, order: Any, resident_bytes: int
+) -> None:
+    storage = storage_of(server, "obstore").changed(
+        memory_bytes=memory_bytes, cache_dir=tmp_path / "cache"
+    )
+    storage = storage.tuned(resident_bytes=resident_bytes)
+    config = config_of(bucket, storage, order=order)
+    loader = StreamLoader(config, **SIZES)
+    check_all(loader, lambda url: url.replace(bucket, f"{server.root}/columns"))
+    batch = loader.dataset.batch(8)
+    local = StreamLoader(replace(config, blend=config_of(server.root / "columns").blend), **SIZES)
+    for name, field in local.dataset.batch(8).items():
+        assert torch.equal(batch[name].view(torch.uint8), field.view(torch.uint8)), name
+
+
+def test_blocks_are_chosen_by_column(server: Running, bucket: str) -> None:
+    """The widest is read a sample a request where its blocks have no room; ids still are in blocks."""
+
+    def blocks(memory_bytes: int) -> list[bool]:
+        storage = storage_of(server, "obstore").tuned(resident_bytes=0)
+        config = config_of(bucket, storage, blend=f"{bucket}/web", shuffle_block_bytes=8192)
+        steps = StreamingDataset(config, **SIZES).steps
+        plan = plan_reading(steps, 0, memory_bytes)
+        return [files.planner.blocks is not None for files in plan.files]
+
+    assert blocks(40_000_000) == [True] * 4
+    few = blocks(5_500_000)
+    assert few[0]
+    assert not all(few)
+
+
+@pytest.mark.parametrize("columns", [[], ["weight"]])
+def test_only_what_is_asked_for_is_fetched_and_no_more_of_it_than_of_ids(
+    server: Running, bucket: str, columns: list[str]
+) -> None:
+    storage = storage_of(server, "obstore").changed(memory_bytes=40_000_000)
+
+    def fetched(names: list[str]) -> float:
+        config = config_of(bucket, storage, blend=f"{bucket}/web", columns=names)
+        with StreamLoader(config, **SIZES) as loader:
+            before = server.counts()["bytes"]
+            for _ in loader:
+                pass
+            stats = loader.stats()
+        assert stats["amplification"] < 1.3
+        return server.counts()["bytes"] - before
+
+    alone = fetched([])
+    token_bytes = {"weight": 1}
+    expected = 1 + sum(token_bytes[name] for name in columns) / 2
+    assert fetched(columns) / alone == pytest.approx(expected, rel=0.15)
+
+
+def test_the_page_cache_keeps_columns_too(server: Running, bucket: str, tmp_path: Path) -> None:
+    storage = storage_of(server, "obstore").changed(
+        memory_bytes=40_000_000, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 26
+    )
+    config = config_of(bucket, storage)
+    local = lambda url: url.replace(bucket, f"{server.root}/columns")  # noqa: E731
+    check_all(StreamLoader(config, **SIZES), local)
+    again = StreamLoader(config, **SIZES)
+    before = server.counts()["bytes"]
+    check_all(again, local)
+    assert server.counts()["bytes"] - before < 200_000
+    with again:
+        next(iter(again))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_send_columns(folder: Path, method: str) -> None:
+    dataset = StreamingDataset(config_of(folder), **SIZES)
+    loader: Any = DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context=method
+    )
+    for number, batch in enumerate(islice(loader, 6)):
+        check_batch(batch, dataset, number * 2, columns=COLUMNS)
+
+
+def test_a_copy_and_a_pickle_of_a_loader_that_has_read_read_the_same(folder: Path) -> None:
+    loader = StreamLoader(config_of(folder), **SIZES)
+    next(loader)
+    loader.close()
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301
+        with other:
+            check_batch(next(other), other.dataset, 2, columns=COLUMNS)
+
+
+def test_columns_are_in_no_state(folder: Path) -> None:
+    with StreamLoader(config_of(folder), **SIZES) as loader:
+        for _ in range(5):
+            next(loader)
+        state = loader.state_dict()
+    alone = StreamLoader(config_of(folder, columns=[]), **SIZES)
+    alone.load_state_dict(state)
+    assert alone.state_dict() == state
+    with StreamLoader(config_of(folder, columns=["teacher"]), **SIZES) as other:
+        other.load_state_dict(alone.state_dict())
+        check_batch(next(other), other.dataset, 10, columns={"teacher": COLUMNS["teacher"]})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_batches_of_ids_have_them_too(folder: Path, on_device: bool) -> None:
+    with StreamLoader(config_of(folder), ids_only=True, **SIZES) as loader:
+        raw = next(loader.prefetch_to("cpu" if on_device else None))
+    assert [*raw] == ["ids", "valid", "teacher", "logprobs", "weight", "dataset_id"]
+    assert raw["teacher"].shape == (2, LENGTH + 1, 4)
+    assert raw["weight"].shape == (2, LENGTH + 1)
+    assert raw["weight"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(tp=2, cp=2, pp=2), ParallelLayout(cp=2, dp=2), ParallelLayout(tp=2, pp=2)],
+    ids=lambda x: f"tp{x.tp}-cp{x.cp}-dp{x.dp}-pp{x.pp}",
+)
+@pytest.mark.parametrize("documents", [False, True], ids=["parts", "whole"])
+def test_ranks_have_the_parts_that_they_keep(
+    gang: Gang, folder: Path, layout: ParallelLayout, documents: bool
+) -> None:
+    read = {"teacher": Column(), "logprobs": Column(stage="both")}
+    config = config_of(folder, columns=read)
+    if documents:
+        config = replace(config, eod_id=1, reset_position_ids=True, reset_attention_mask=True)
+    sizes: Any = {"micro_batch_size": 2, "global_batch_size": 8}
+    results = gang.run(layout.world_size, read_batches, layout, config, sizes, 3, 1, False)
+    for result in results:
+        at = result["at"]
+        dataset = StreamingDataset(config, dp_rank=at["dp"], dp_size=layout.dp, **sizes)
+        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
+        kept = np.concatenate([np.arange(*part) for part in bounds])
+        for number, batch in enumerate(result["batches"]):
+            expected = dataset.batch(number * 2 * layout.dp)
+            is_last = at["pp"] == layout.pp - 1
+            assert ("teacher" in batch) == is_last
+            for name in {"teacher", "logprobs"} & {*batch}:
+                np.testing.assert_array_equal(batch[name], expected[name].numpy()[:, kept])
+            assert "logprobs" in batch
+
+
+def test_a_phase_reads_them_at_its_length(folder: Path) -> None:
+    from streammega import PhaseConfig
+
+    phase = PhaseConfig(first_sample=8, sequence_length=48, blend=f"{folder}/web")
+    check_all(StreamLoader(config_of(folder, phases=[phase]), **SIZES), steps=10)
+
+
+def test_a_column_that_is_replaced_is_refused_by_its_version(
+    server: Running, bucket: str, tmp_path: Path
+) -> None:
+    root = server.root / "replaced"
+    root.mkdir()
+    write_columns(root)
+    storage = storage_of(server, "obstore").tuned(max_retries=0)
+    config = config_of("s3://replaced", storage, order="megatron", blend="s3://replaced/web")
+    loader = StreamLoader(config, **SIZES)
+    path = root / "web.col-teacher"
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with loader, pytest.raises(ObjectChangedError, match="col-teacher"):
+        for _ in loader:
+            pass
+
+
+def test_wrong_data_is_refused_by_name(folder: Path) -> None:
+    def opened(**settings: Any) -> StreamLoader:
+        return StreamLoader(config_of(folder, **settings), **SIZES)
+
+    with pytest.raises(ConfigError, match=r"code: has no column 'weight'"):
+        opened(columns=["weight"])
+    with pytest.raises(ConfigError, match="no dataset has a column 'weights'"):
+        opened(columns={"weights": Column(missing=0)})
+    with pytest.raises(
+        ConfigError, match="has dtype uint16, and columns of the config says uint32"
+    ):
+        opened(columns={"teacher": Column("uint32")})
+    with pytest.raises(ConfigError, match=r"missing is -2.*cannot hold"):
+        opened(columns={"teacher": Column(missing=-2)})
+    add_column(folder / "code", "teacher", Column("uint16", 5))
+    with pytest.raises(ConfigError, match=r"column 'teacher' is 4 x uint16 .*web, and 5 x uint16"):
+        opened(columns=["teacher"])
+    for order in ("megatron", "sequential"):
+        with pytest.raises(
+            ConfigError, match=r"column 'teacher' is 4 x uint16 .*web, and 5 x uint16"
+        ):
+            opened(columns=["teacher"], order=order)
+    change_entry(folder / "web", "logprobs", {"width": 2})
+    with pytest.raises(FormatError, match=r"web\.col-logprobs: has [\d,]+ bytes, and"):
+        opened(columns=["logprobs"])
+
+
+def test_what_has_no_place_for_columns_says_so(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    fields = FieldsConfig(sequence_length=LENGTH)
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"tokens": [1, 2], "answers": [0, 1]}\n')
+    for use in (
+        lambda: MegatronBatches(config, split="train", micro_batch_size=2, dp_rank=0, dp_size=1),
+        lambda: SFTDataset([str(chat)], lambda _: [1], config),
+        lambda: TextStream(
+            ["a"], lambda text: [1], config, micro_batch_size=1, global_batch_size=1
+        ),
+        lambda: batch_fields(np.zeros((1, LENGTH + 1), np.int64), None, config),
+    ):
+        with pytest.raises(ConfigError, match="leave teacher, logprobs, weight out of columns"):
+            use()
+    assert batch_fields(np.zeros((1, LENGTH + 1), np.int64), None, fields)
+
+
+def test_the_inputs_of_transformers_have_them(folder: Path) -> None:
+    batch = StreamingDataset(config_of(folder), **SIZES).batch(0)
+    inputs = causal_lm_batch(batch)
+    assert {*COLUMNS} <= {*inputs}
+    assert "loss_mask" not in inputs
+
+
+def test_a_manifest_that_is_damaged_is_an_error_of_streammega(folder: Path) -> None:
+    change_entry(folder / "web", "teacher", {"width": "four"})
+    with pytest.raises(StreammegaError, match=r"web\.manifest\.json"):
+        StreamLoader(config_of(folder), **SIZES)
