@@ -253,6 +253,8 @@ def _measure(
             "fetched_for_each_byte_used": plan.amplification,
             "most_bytes_of_open_blocks": 0 if order is None else _open_bytes(order, dp_size),
         }
+    if order is not None:
+        report["notes"] += _notes_on_columns(segment, order, dp_size)
     drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
     if drift:
         report["blend"] = {
@@ -293,11 +295,32 @@ def _plan_of_a_rank(
     return fetch_plan(segment.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
-def _open_bytes(order: StreamOrder, dp_size: int) -> int:
-    """The blocks that a rank has open, one of each dataset in each of its lanes."""
-    itemsizes = np.array([dataset.itemsize for dataset in order.datasets])
+def _open_bytes(order: StreamOrder, dp_size: int, token_bytes: int | None = None) -> int:
+    """The blocks that a rank has open, one of each dataset in each of its lanes. token_bytes: of a column;
+    None: of ids.
+    """
+    itemsizes = np.array([token_bytes or dataset.itemsize for dataset in order.datasets])
     block_bytes = order.block_samples * order.sequence_length * itemsizes
     return order.lanes // dp_size * int(block_bytes.sum())
+
+
+def _notes_on_columns(segment: SegmentSource, order: StreamOrder, dp_size: int) -> list[str]:
+    """The columns whose open blocks have about no room next to those of ids and of columns before them."""
+    from streammega.loading.memory_plan import BLOCK_SHARE
+
+    room = segment.config.storage.memory_bytes * BLOCK_SHARE - _open_bytes(order, dp_size)
+    notes = []
+    for name, column in segment.stored_columns.items():
+        open_bytes = _open_bytes(order, dp_size, column.token_bytes)
+        if open_bytes <= room:
+            room -= open_bytes
+            continue
+        sample_bytes = order.sequence_length * column.token_bytes
+        notes.append(
+            f"column {name}: its open blocks, {open_bytes:,} bytes, have no room in memory_bytes, so a "
+            f"sample of it is one request of {sample_bytes:,} bytes"
+        )
+    return notes
 
 
 def _notes(samples: int, figures: Sequence[Mapping[str, Any]], plan: FetchPlan | None) -> list[str]:

@@ -29,12 +29,14 @@ from streammega import (
     StreamLoader,
     batch_fields,
 )
+from streammega.cli.order_report import measure_order
 from streammega.errors import ConfigError, FormatError, ObjectChangedError, StreammegaError
 from streammega.integrations.megatron import MegatronBatches
 from streammega.integrations.transformers import causal_lm_batch
 from streammega.integrations.webdataset import TextStream
 from streammega.loading.read_plan import plan_reading
 from streammega.order.sharding import zigzag_bounds
+from streammega.storage.progress import ProgressObserver
 from tests.support.builders import write_dataset
 from tests.support.columns import add_column, change_entry
 from tests.support.expected import check_batch
@@ -322,3 +324,14 @@ def test_a_manifest_that_is_damaged_is_an_error_of_streammega(folder: Path) -> N
     change_entry(folder / "web", "teacher", {"width": "four"})
     with pytest.raises(StreammegaError, match=r"web\.manifest\.json"):
         StreamLoader(config_of(folder), **SIZES)
+
+
+@pytest.mark.parametrize(("memory_bytes", "told"), [(1 << 30, False), (300_000, True)])
+def test_order_report_names_columns_whose_blocks_have_no_room(
+    folder: Path, memory_bytes: int, told: bool
+) -> None:
+    config = config_of(
+        folder, StorageConfig(memory_bytes=memory_bytes), blend=f"{folder}/web", columns=["teacher"]
+    )
+    report = measure_order(config, "train", 4, 1, 8, ProgressObserver()).report
+    assert any("column teacher: its open blocks" in note for note in report["notes"]) == told
