@@ -449,7 +449,7 @@ def _data_of(run: RunConfig) -> DataConfig:
     data = replace(data, storage=quick(data.storage), storage_by_prefix=others)
     # without a mask of attention, which is large, and follows from the documents
     data = replace(data, fields=None)
-    data = replace(data, fields=list(data.field_names))
+    data = replace(data, fields=list(data.field_names), columns=())
     if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=run.num_samples())
     return data

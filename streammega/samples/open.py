@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,7 @@ def locate(
     for a number that no sample has.
     """
     ids = np.asarray(sample_ids, np.int64).reshape(-1)
-    source = open_source(config, split, global_batch_size)
+    source = open_source(replace(config, columns=()), split, global_batch_size)
     check_sample_ids(source, ids, split)
     return source.locate(ids)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,7 +115,8 @@ class Provenance:
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
         self.split = split
-        self.source: SampleSource = open_source(config, split, global_batch_size)
+        ids_alone = replace(config, columns=())
+        self.source: SampleSource = open_source(ids_alone, split, global_batch_size)
         self.config = config = self.source.config
         self.datasets = self.source.prefixes
         """The names of its datasets, over all phases."""
