@@ -62,7 +62,7 @@ def data_of(config: RunConfig, split: str) -> DataConfig:
     if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=config.num_samples())
     if split != "train":
-        return data
+        return replace(data, columns=())  # evaluation is of tokens alone
     needed, _, _ = config.num_samples()
     if data.num_samples is not None:
         requested, _, _ = data.num_samples
