@@ -70,11 +70,11 @@ def shard_of_column(name: str) -> str | None:
 
 
 def column_of(stored: Mapping[str, Any]) -> StoredColumn:
-    """The column that `StoredColumn.stored` gave. Raises ValueError, TypeError, KeyError."""
+    """The column that `StoredColumn.stored` gave. Raises ValueError, TypeError."""
     values = dict(stored)
     if values.get("fill") in ("inf", "-inf", "nan"):
         values["fill"] = float(values["fill"])
-    files = [None if file is None else _file_of(file) for file in values["files"]]
+    files = [None if file is None else _file_of(file) for file in values.get("files", ())]
     column = StoredColumn(**{**values, "files": files})
     is_sound = (
         isinstance(column.name, str)
@@ -89,7 +89,7 @@ def column_of(stored: Mapping[str, Any]) -> StoredColumn:
         raise ValueError(f"its column {str(column.name)!r} has a type that no column has")
     try:
         check_value(column.dtype, column.fill, "fill")
-    except ConfigError as error:
+    except (ConfigError, OverflowError) as error:
         raise ValueError(f"its column {column.name!r}: {error}") from None
     return column
 

@@ -552,24 +552,30 @@ def _open(
         ]
         opened += yield from _together(jobs)
     seen_at = place_of(opened[0].name, storage)
-    if looks_again and manifest is not None:
-        wanted = [column.name for column in manifest.columns]
     if manifest is not None:
         manifest = replace(manifest, shards=opened, seen_at=seen_at)
-        return (yield from _with_columns(manifest, wanted, storage))
+    else:
+        manifest = _manifest_of(opened, meaning.in_folder or {}, seen_at)
+    if looks_again:
+        wanted = [column.name for column in manifest.columns]
+    return (yield from _with_columns(manifest, wanted, storage))
+
+
+def _manifest_of(shards: list[Shard], in_folder: Mapping[str, Manifest], seen_at: str) -> Manifest:
+    """The manifest of shards that none lists by itself: of a pair, or of a folder with others in it."""
     empty = Manifest(
-        kind=opened[0].kind,
-        dtype=opened[0].dtype,
-        multimodal=all(shard.multimodal for shard in opened),
+        kind=shards[0].kind,
+        dtype=shards[0].dtype,
+        multimodal=all(shard.multimodal for shard in shards),
         documents=0,
         sequences=0,
         tokens=0,
         shards=[],
-        folder_labels=_labels(opened, meaning.in_folder or {}),
-        columns=_columns_in_folder(opened, meaning.in_folder or {}),
+        folder_labels=_labels(shards, in_folder),
+        columns=_columns_in_folder(shards, in_folder),
         seen_at=seen_at,
     )
-    return (yield from _with_columns(empty.with_shards(opened), wanted, storage))
+    return empty.with_shards(shards)
 
 
 # --- columns --------------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ from streammega.storage.thread_pool import parallel_map
 def write_manifest(config: DataConfig, url: str) -> dict[str, Manifest]:
     """Write what the blend of a config means now to a file, which `DataConfig(blend=url)` reads.
 
-    Every shard of the datasets of all splits and phases is looked at. A run with the file opens by one
-    request a rank. It refuses a shard that changes later, by its name. Returns the manifests by the
-    names of the datasets.
+    Every shard of the datasets of all splits and phases is looked at, and so are their columns. A run
+    with the file opens by one request a rank. It refuses a shard or column that changes later, by its
+    name. Returns the manifests by the names of the datasets.
 
     Raises ConfigError for a name that holds credentials, ObjectNotFoundError, FormatError,
     StorageError.
@@ -121,7 +121,9 @@ def _pinned(
                 "storage_options"
             )
     known = {} if looks_again else config.manifests
-    opened = open_manifests(list(names), config.storage, known, looks_again=looks_again)
+    opened = open_manifests(
+        list(names), config.storage, known, columns=list(config.columns), looks_again=looks_again
+    )
     complete = [_complete(manifest) for manifest in opened]
     at_once = min(MAX_REQUESTS, config.storage.max_concurrent_requests)
     pointers = parallel_map(
@@ -134,14 +136,23 @@ def _pinned(
 
 
 def _complete(manifest: Manifest) -> Manifest:
-    """A manifest with full names of shards; of local ones without versions, which a copy would lose."""
+    """A manifest with full names of its objects; of local ones without versions, which a copy would lose."""
     shards = manifest.shards
     if is_remote(shards[0].name):
         return manifest
     local = [
         shard._replace(name=os.path.abspath(shard.name), etag="", index_etag="") for shard in shards
     ]
-    return replace(manifest, shards=local)
+    columns = tuple(
+        column._replace(
+            files=[
+                file and file._replace(name=os.path.abspath(file.name), etag="")
+                for file in column.files
+            ]
+        )
+        for column in manifest.columns
+    )
+    return replace(manifest, shards=local, columns=columns)
 
 
 def _pointers(

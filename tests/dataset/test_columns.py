@@ -78,7 +78,8 @@ def test_a_column_of_another_length_than_the_tokens_is_refused(pair: str, change
     "wrong",
     [{"dtype": "float12"}, {"width": 0}, {"width": 1.5}, {"align": "left"}, {"fill": "x"}, {"files": []},
      {"files": [{"name": "../web.col-weight"}]}, {"files": [{}]}, {"name": "Weight"}, {"more": 1},
-     {"dtype": "uint8", "fill": 256}, {"files": [{"name": "a", "checksums": [1]}]}],
+     {"dtype": "uint8", "fill": 256}, {"dtype": "uint8", "fill": 10**400}, {"files": None},
+     {"files": [{"name": "a", "checksums": [1]}]}],
 )  # fmt: skip
 def test_a_damaged_entry_is_an_error_of_the_manifest(pair: str, wrong: dict[str, Any]) -> None:
     add_column(pair, "weight", Column("float16"))

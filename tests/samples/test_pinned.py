@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import (
+    Column,
     DataConfig,
     PhaseConfig,
     Provenance,
@@ -27,6 +28,7 @@ from streammega import (
 from streammega.cli.main import main
 from streammega.dataset.manifest import parse_blend_file
 from streammega.dataset.names import SUFFIXES
+from streammega.dataset.opening import open_manifests
 from streammega.errors import (
     ConfigError,
     FormatError,
@@ -37,6 +39,7 @@ from streammega.errors import (
 from streammega.samples.pinned import pin
 from tests.support.builders import write_dataset, write_run_file
 from tests.support.builders import write_manifest as manifest_of_shards
+from tests.support.columns import add_column
 from tools.bench.object_server import Running, running
 
 SIZES: Any = {"micro_batch_size": 2, "global_batch_size": 4}
@@ -412,3 +415,62 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"no\.json"):
         StreamLoader(config, **SIZES)
     assert pin(DataConfig(blend="mock://tokens=1000,length=10", sequence_length=8), "train")
+
+
+@pytest.mark.guarantee("pinned-blend")
+def test_columns_are_pinned_and_nothing_is_asked_about_them_again(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    _, root = served
+    shutil.copytree(root, tmp_path / "here")
+    bucket = tmp_path / "here" / "b"
+    names = ["pair", "set/s", "z.bin.zst"]
+    for name in names:
+        add_column(bucket / name, "weight", Column("float16"))
+        add_column(bucket / name, "others", Column("uint8", 3))
+    blend = [f"s3://b/{name}" for name in names]
+    with running(tmp_path / "here") as server:
+        config = config_of(server, tmp_path, blend=blend, columns=["weight"])
+        pinned = written(config, tmp_path)
+        assert list(pinned.columns) == ["weight"]
+        raw = (tmp_path / "blend.json").read_bytes()
+        blend_file = parse_blend_file(raw, "blend.json")
+        assert blend_file is not None
+        before = asked(server)
+        known = blend_file.manifests
+        opened = open_manifests(blend, config.storage, known, columns=["weight", "others"])
+        assert asked(server) == before
+    for name, manifest in zip(blend, opened, strict=True):
+        assert [column.name for column in manifest.columns] == ["weight", "others"]
+        folder = name.rpartition("/")[0]
+        for column in manifest.columns:
+            files = [file for file in column.files if file]
+            assert len(files) == len(manifest.shards)
+            assert all(file.name.startswith(f"{folder}/") and file.etag for file in files)
+
+
+@pytest.mark.guarantee("pinned-blend")
+def test_columns_of_local_datasets_have_full_names_and_no_versions(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, root = served
+    here = shutil.copytree(root / "b", tmp_path / "b")
+    add_column(here / "pair", "weight", Column("float16"))
+    monkeypatch.chdir(here)
+    config = DataConfig(
+        blend=["pair", "folder/"], sequence_length=8, order="stream", columns=["weight"]
+    )
+    add_column(here / "folder" / "f0", "weight", Column("float16"))
+    manifests = write_manifest(config, str(tmp_path / "blend.json"))
+    monkeypatch.chdir(tmp_path)
+    for manifest in manifests.values():
+        (column,) = manifest.columns
+        assert {file.etag for file in column.files if file} == {""}
+        assert all(Path(file.name).is_file() for file in column.files if file)
+    path = here / "pair.col-weight"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(FormatError, match=r"pair\.col-weight: has"):
+        open_manifests(["pair"], StorageConfig(), manifests, columns=["weight"])
+    monkeypatch.chdir(here)
+    with pytest.raises(FormatError, match=r"pair\.col-weight: has"):
+        write_manifest(replace(config, columns=()), str(tmp_path / "other.json"))
