@@ -142,6 +142,14 @@ class Dataset:
         """How many tokens its documents have."""
         return int(self.indexed.sequence_lengths.sum(dtype=np.int64))
 
+    @property
+    def columns(self) -> list[str]:
+        """Its columns, such as "weight (float16)"."""
+        return [
+            f"{column.name} ({column.dtype}{f' x {column.width}' if column.width > 1 else ''})"
+            for column in self.indexed.columns
+        ]
+
     def sequences(self, document: int) -> range:
         """The numbers of a document's sequences."""
         bounds = self.indexed.document_indices

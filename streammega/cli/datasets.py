@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from streammega.errors.words import in_one_line, pluralize, without_controls
 if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
+    from streammega.dataset.column_reader import ColumnReader
 
 log = get_logger(__name__)
 
@@ -51,6 +52,9 @@ def verify(
             help="The number that all ids must be below; by default the manifest's.", min=0
         ),
     ] = None,
+    columns: Annotated[
+        bool, typer.Option("--columns", help="Read the columns of the manifest too.")
+    ] = False,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
@@ -82,6 +86,7 @@ def verify(
                 settings,
                 vocab_size=vocab_size,
                 eod_id=eod_id,
+                columns=columns,
                 progress=progress,
                 known=known,
             )
@@ -233,6 +238,9 @@ def cat(
         str | None, typer.Option(help="The tokenizer; by default the one that the manifest names.")
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids instead of text.")] = False,
+    columns: Annotated[
+        bool, typer.Option("--columns", help="Show the values of all columns too, token by token.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each document, a line each.")
     ] = False,
@@ -242,7 +250,7 @@ def cat(
     """Show documents of a dataset as text.
 
     Fetches only the .idx and these documents. With several documents, a line with its number comes
-    before each.
+    before each. A column follows as a line; several values of a token are in brackets.
     """
     from streammega.dataset import IndexedDataset
 
@@ -259,9 +267,18 @@ def cat(
             raise ConfigError(
                 f"{shown}: has {pluralize(count, 'document')}{numbered}; there is no number {last:,}"
             )
+        readers = []
+        if columns:
+            names = [column.name for column in indexed.columns]
+            if not names:
+                raise ConfigError(f"{shown}: has no columns; leave out --columns")
+            indexed = IndexedDataset(name, settings, columns=names)
+            readers = [indexed.column(column) for column in names]
         model = None if ids else _tokenizer(shown, indexed, tokenizer)
         for number, sequences in _read_documents(indexed, first, last):
             report = _document_report(shown, number, sequences, model)
+            if readers:
+                report["columns"] = _column_values(indexed, number, readers)
             if as_json:
                 print_data(json.dumps(report))
                 continue
@@ -351,8 +368,35 @@ def _document_report(
     return report
 
 
+def _column_values(
+    indexed: IndexedDataset, document: int, readers: Sequence[ColumnReader]
+) -> dict[str, list[Any]]:
+    """The values of each column at the tokens of a document: a number for each, or a list of them
+    where a token has several. JSON has no infinite numbers: these are text.
+    """
+    from streammega.dataset.column_reader import as_numbers
+
+    first, last = indexed.document_indices[document : document + 2].tolist()
+    starts = indexed.sequence_offsets[first:last] // indexed.dtype.itemsize
+    stops = starts + indexed.sequence_lengths[first:last]
+    spans = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    values = {}
+    for reader in readers:
+        column = reader.column
+        stored = np.concatenate([np.empty((0, column.token_bytes), np.uint8), *reader.read(spans)])
+        of_tokens = as_numbers(stored, column.dtype).tolist()
+        shown = [[x if math.isfinite(x) else str(x) for x in row] for row in of_tokens]
+        values[column.name] = [row[0] for row in shown] if column.width == 1 else shown
+    return values
+
+
 def _show(report: dict[str, Any]) -> None:
     text = report["text"] if "text" in report else " ".join(map(str, report["ids"]))
     if sys.stdout.isatty():  # control characters of a document would act on the terminal
         text = without_controls(text)
     print_data(text)
+    for name, values in report.get("columns", {}).items():
+        lists = [
+            f"[{', '.join(map(str, each))}]" if type(each) is list else each for each in values
+        ]
+        print_data(f"{name}: {' '.join(map(str, lists))}")

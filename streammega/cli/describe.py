@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from streammega.config import StorageConfig
     from streammega.convert.documents import RawDocument, Tokens
     from streammega.dataset import IndexedDataset
+    from streammega.dataset.columns import StoredColumn
     from streammega.dataset.manifest import PinnedBlend
 
 FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
@@ -120,6 +121,7 @@ def _describe_blend(url: str, blend: PinnedBlend, *, as_json: bool) -> None:
             "tokens": sum(shard.tokens for shard in manifest.shards),
             "dtype": manifest.dtype,
             "dataset": name,
+            **({"columns": names} if (names := [one.name for one in manifest.columns]) else {}),
         }
         for name, manifest in blend.manifests.items()
     ]
@@ -224,6 +226,8 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
         report["shortest"] = int(lengths.min())
         report["median"] = float(np.median(lengths))
         report["longest"] = int(lengths.max())
+    if indexed.columns:
+        report["columns"] = [column_report(column) for column in indexed.columns]
     report["first_ids"] = " ".join(map(str, first))
     if tokenizer:
         report["decoded"] = _decoded(report["dataset"], first, tokenizer)
@@ -232,6 +236,13 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
     return report
+
+
+def column_report(column: StoredColumn) -> Report:
+    """What a column is, without its files."""
+    stored = column.stored()
+    kind = {name: stored[name] for name in ("name", "dtype", "width", "align", "fill")}
+    return {**kind, "bytes_a_token": column.token_bytes}
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -109,6 +109,24 @@ def _file_of(stored: Mapping[str, Any]) -> ColumnFile:
     return file._replace(checksums=tuple(checksums))
 
 
+def missing_column(url: str, column: str) -> str:
+    """The message for an object of a column that is not there."""
+    return (
+        f"{url}: no such object, which column {column!r} needs; copy it with its dataset, or write the "
+        "column again"
+    )
+
+
+def check_column_size(url: str, size: int, tokens: int, column: StoredColumn) -> None:
+    """Raise FormatError for an object that has not the values of all tokens of its shard."""
+    wanted = tokens * column.token_bytes
+    if size != wanted:
+        raise FormatError(
+            f"{url}: has {size:,} bytes, and {tokens:,} tokens with {column.token_bytes} bytes each need "
+            f"{wanted:,}; copy it again, or write the column again"
+        )
+
+
 def column_named(columns: Sequence[StoredColumn], name: str, dataset: str) -> StoredColumn | None:
     """The column of a dataset; None where it has no such one.
 

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import MiB, StorageConfig
+from streammega.dataset.column_reader import ColumnReader
+from streammega.dataset.columns import StoredColumn
 from streammega.dataset.concat_index import KEEP_BYTES, join_indices, map_joined_index
 from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.idx import IndexArrays
@@ -105,7 +107,7 @@ class IndexedDataset(Sequence["Item"]):
             that names none.
         storage: credentials, transport, limits, and the `cache_dir` of `.idx` copies.
         manifest: what the name is, where that is known: then nothing is asked about it.
-        columns: those of the dataset that will be read.
+        columns: those that `column` will read. They are looked up.
         fast_cache_load, sequences_per_dataset, dtype_code: Megatron's, at their defaults only: an
             `.idx` is always read.
 
@@ -155,7 +157,7 @@ class IndexedDataset(Sequence["Item"]):
         self.storage = storage
         self._with_modes = multimodal
         known = {} if manifest is None else {name: manifest}
-        self.shards: list[str] = open_with([name], self.storage, self._open, known, columns=columns)
+        self.shards: list[str] = open_with([name], self.storage, self._open, known, columns)
         """The names of its shards."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
@@ -312,6 +314,23 @@ class IndexedDataset(Sequence["Item"]):
         """The documents of each shard, and the number of the first one of each, in all shards."""
         shards = [ShardDocuments(shard, self.storage) for shard in self._shards]
         return shards, np.cumsum([0, *(shard.num_documents for shard in shards)])
+
+    @property
+    def columns(self) -> Sequence[StoredColumn]:
+        """The columns that its manifest lists."""
+        return self.manifest.columns
+
+    def column(self, name: str) -> ColumnReader:
+        """The values of a column, by the tokens of all shards: those of sequence i begin at token
+        `sequence_offsets[i] // dtype.itemsize`.
+
+        Raises ConfigError where it has no such column, FormatError where only some of its shards do.
+        """
+        column = next((column for column in self.columns if column.name == name), None)
+        if column is None:
+            raise ConfigError(f"{self.prefix}: has no column {name!r}; write it by a ColumnWriter")
+        tokens = [shard.tokens for shard in self._shards]
+        return ColumnReader(column, tokens, self.storage, self.prefix)
 
     def origin(self, document: int) -> DocumentOrigin | None:
         """Where a document came from; None if its shard does not keep that (convert --provenance).

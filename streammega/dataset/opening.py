@@ -26,7 +26,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from streammega.config import StorageConfig
-from streammega.dataset.columns import ColumnFile, StoredColumn
+from streammega.dataset.columns import (
+    ColumnFile,
+    StoredColumn,
+    check_column_size,
+    missing_column,
+)
 from streammega.dataset.idx import (
     HEADER_BYTES,
     LENGTH,
@@ -631,17 +636,9 @@ def _with_columns(
     for (number, shard, url), answer in zip(places, answers, strict=True):
         column = manifest.columns[number]
         if isinstance(answer, ObjectNotFoundError):
-            raise ObjectNotFoundError(
-                f"{url}: no such object, which column {column.name!r} needs; copy it with its dataset, or "
-                "write the column again"
-            )
+            raise ObjectNotFoundError(missing_column(url, column.name))
         info: ObjectInfo = _value(answer)
-        tokens = manifest.shards[shard].tokens
-        if info.size != tokens * column.token_bytes:
-            raise FormatError(
-                f"{url}: has {info.size:,} bytes, and {tokens:,} tokens with {column.token_bytes} bytes each "
-                f"need {tokens * column.token_bytes:,}; copy it again, or write the column again"
-            )
+        check_column_size(url, info.size, manifest.shards[shard].tokens, column)
         file = files[number][shard]
         assert file is not None
         files[number][shard] = file._replace(etag=info.etag)

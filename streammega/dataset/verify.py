@@ -17,11 +17,18 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import CHECK_BYTES, checksums_of
+from streammega.dataset.columns import (
+    ColumnFile,
+    StoredColumn,
+    check_column_size,
+    missing_column,
+)
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
 from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.manifest import (
     Manifest,
     Shard,
+    columns_at,
     manifest_url,
     read_manifest,
     shard_names,
@@ -65,6 +72,7 @@ class VerifyReport:
     checksums: bool = False
     lowest_id: int | None = None
     highest_id: int | None = None
+    columns: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -251,6 +259,7 @@ def verify(
     *,
     vocab_size: int | None = None,
     eod_id: int | None = None,
+    columns: bool = False,
     progress: ProgressObserver | None = None,
     known: Manifest | None = None,
 ) -> VerifyReport:
@@ -260,6 +269,7 @@ def verify(
         known: what it was when a blend was written, to be compared.
         vocab_size: ids must be below it; default: the manifest's.
         eod_id: every document must end with it; default: the manifest's.
+        columns: whether the columns that the manifest lists are read too.
         progress: receives the number of all bytes, and of those just checked.
 
     Problems are in the report. Raises ObjectNotFoundError where there is no dataset, StorageError
@@ -306,6 +316,13 @@ def verify(
     # With a problem in a shard, the sums differ because of that.
     if manifest is not None and not report.problems:
         _compare_sums(manifest, report)
+    if columns and manifest is not None:
+        listed = manifest.columns if known else columns_at(manifest, manifest_url(name))
+        _check_columns(listed, manifest, names, storage, report, progress)
+    elif columns:
+        report.notes.append(
+            "no columns were checked: no manifest has this name; name each dataset by itself"
+        )
     report.seconds = time.monotonic() - began
     return report
 
@@ -360,6 +377,65 @@ def shards_of(
         # A pair of the very name can be checked without it.
         return [with_suffix(*split_name(name))], None
     return shard_names(manifest, url), manifest
+
+
+def _check_columns(
+    columns: Sequence[StoredColumn],
+    manifest: Manifest,
+    shards: Sequence[str],
+    storage: StorageConfig,
+    report: VerifyReport,
+    progress: ProgressObserver,
+) -> None:
+    """Read every object of columns, whose files have full names. shards: their full names."""
+    token_bytes = sum(column.token_bytes for column in columns)
+    progress.begin("verifying columns", manifest.tokens * token_bytes)
+    for column in columns:
+        report.columns.append(column.name)
+        for file, shard, name in zip(column.files, manifest.shards, shards, strict=True):
+            if file is None:
+                continue  # of a folder, where other datasets have none
+            is_in_place = manifest.seen_at == place_of(name, storage)
+            try:
+                _check_column_file(column, file, shard, storage, report, progress, is_in_place)
+            except (ObjectNotFoundError, FormatError, ShortReadError) as error:
+                report.problems.append(str(error))
+
+
+def _check_column_file(
+    column: StoredColumn,
+    file: ColumnFile,
+    shard: Shard,
+    storage: StorageConfig,
+    report: VerifyReport,
+    progress: ProgressObserver,
+    is_in_place: bool,
+) -> None:
+    """is_in_place: whether its ETag was seen where it is now.
+
+    Raises ObjectNotFoundError, FormatError for an object that is not the one that was written.
+    """
+    store, key = open_store(file.name, storage)
+    url = store.url(key)
+    try:
+        info = store.info(key)
+    except ObjectNotFoundError:
+        raise ObjectNotFoundError(missing_column(url, column.name)) from None
+    check_column_size(url, info.size, shard.tokens, column)
+    if file.etag and is_in_place and not same_version(info.etag, file.etag):
+        report.problems.append(
+            f"{url}: was replaced after the manifest was written; if it is right, write the manifest "
+            "again ('streammega manifest', or write the column again)"
+        )
+    num_checksums = max(1, -(-info.size // CHECK_BYTES))
+    if file.checksums and len(file.checksums) != num_checksums:
+        raise FormatError(
+            f"{url}: has {num_checksums} checksums of {CHECK_BYTES >> 20} MiB each, the manifest has "
+            f"{len(file.checksums)}; copy the manifest again, or write the column again"
+        )
+    checksums = file.checksums or None
+    check_bytes(store, info, report, checksums=checksums, progress=progress.advance)
+    report.checked_bytes += info.size
 
 
 def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:

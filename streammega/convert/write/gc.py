@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from streammega.config import StorageConfig
 from streammega.convert.write.destination import PROBE
-from streammega.dataset.manifest import read_manifest
+from streammega.dataset.columns import SUFFIX, shard_of_column
+from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.names import (
     MANIFEST,
     SUFFIXES,
@@ -28,6 +29,8 @@ from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import final_name
 from streammega.storage.progress import ProgressObserver
 
+JOB = "job-"
+"""Begins, after the mark of columns, the name of the folder in which a job keeps its pieces."""
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
 
@@ -35,8 +38,9 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     """Objects with the names of a dataset's shards that its manifest does not list, in name order;
     keys are the store's.
 
-    Those are shards with a mark (see `publish`), tokens of numbered shards without an `.idx`,
-    temporary files of writers, and the probe of a conversion. Plain pairs are no leftovers, for they
+    Those are shards with a mark (see `publish`), tokens of numbered shards without an `.idx`, columns,
+    pieces of columns that are being written, temporary files of writers, and the probe of a
+    conversion. Plain pairs are no leftovers, for they
     may be a dataset without a manifest, nor is a lone file of the dataset's name, which may be an
     input. But where the manifest lists shards with a mark, these have replaced a pair of its name.
 
@@ -56,6 +60,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         has_manifest = True
         endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
         files_of_dataset = {shard.name + ending for shard in manifest.shards for ending in endings}
+        files_of_dataset |= _column_files(manifest)
         lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
     except ObjectNotFoundError:
         pass
@@ -77,13 +82,52 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
             is_leftover = is_shard and name not in files_of_dataset
             shard = _shard_of(name)
             has_index = f"{shard}.idx" in there
-            if dataset_of_marked(shard) is None:
+            if shard_of_column(name) is None and dataset_of_marked(shard) is None:
                 is_leftover &= (lists_marked and has_index) if shard == stem else not has_index
         if is_leftover:
             leftovers.append(_with_time(info, store))
+    leftovers = _without_columns_of_others(leftovers, folder, stem, there, storage)
+    leftovers += _pieces(store, f"{below}{stem}{SUFFIX}{JOB}")
     if not has_manifest and not leftovers:
         _check_there(prefix, stem, there)
     return leftovers
+
+
+def _column_files(manifest: Manifest) -> set[str]:
+    """The files of the columns that a stored manifest lists."""
+    return {file.name for column in manifest.columns for file in column.files if file}
+
+
+def _without_columns_of_others(
+    leftovers: list[ObjectInfo],
+    folder: str,
+    stem: str,
+    there: Collection[str],
+    storage: StorageConfig,
+) -> list[ObjectInfo]:
+    """Without the columns that the manifest of another dataset lists: it may be made of the same
+    shards. Raises FormatError for a damaged one.
+    """
+    if not any(shard_of_column(info.key) for info in leftovers):
+        return leftovers
+    listed: set[str] = set()
+    for name in there:
+        if name.endswith(MANIFEST) and name != stem + MANIFEST:
+            with suppress(ObjectNotFoundError):
+                listed |= _column_files(read_manifest(join_url(folder, name), storage))
+    return [info for info in leftovers if info.key.rpartition("/")[2] not in listed]
+
+
+def _pieces(store: Store, below: str) -> list[ObjectInfo]:
+    """The pieces of columns in folders whose names begin so. Each is as new as the newest one in its
+    folder: the job that writes them may go on for days, and needs all of them in the end.
+    """
+    newest: dict[str, float] = {}
+    pieces = [_with_time(info, store) for info in store.list(below)]
+    for info in pieces:
+        folder = info.key.rpartition("/")[0]
+        newest[folder] = max(info.modified, newest.get(folder, 0.0))
+    return [replace(info, modified=newest[info.key.rpartition("/")[0]]) for info in pieces]
 
 
 def _with_time(info: ObjectInfo, store: Store) -> ObjectInfo:
@@ -122,15 +166,16 @@ def _is_shard(name: str, stem: str, there: Collection[str]) -> bool:
     dataset whose name happens to look so.
     """
     shard = _shard_of(name)
-    has_name = name.endswith(ENDINGS) and could_belong_to(shard, stem)
+    has_name = name.endswith(ENDINGS) or shard_of_column(name) is not None
     names = {shard, without_number(shard)} - {stem}
-    return has_name and not any(f"{name}{MANIFEST}" in there for name in names)
+    is_of_others = any(f"{name}{MANIFEST}" in there for name in names)
+    return has_name and could_belong_to(shard, stem) and not is_of_others
 
 
 def _shard_of(name: str) -> str:
     """The prefix of the shard that a file is one of."""
     prefix, _ = split_name(name.removesuffix(ORIGINS))
-    return prefix
+    return shard_of_column(name) or prefix
 
 
 def remove_leftovers(
@@ -155,6 +200,12 @@ def remove_leftovers(
     for info in sorted(leftovers, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
         progress.advance(1)
+    for above in {
+        info.key.rpartition("/")[0] for info in leftovers if f"{SUFFIX}{JOB}" in info.key
+    }:
+        if store.local_path(above) is not None:
+            with suppress(OSError):  # some of its pieces stay
+                os.rmdir(above)
 
 
 def _split(prefix: str) -> tuple[str, str]:
