@@ -148,6 +148,10 @@ class ConvertOptions:
     """Let tokens of different tokenizers into one dataset. Its manifest then names none."""
     dedup: Annotated[bool, Flag(DOCUMENTS)] = False
     """Keep the first of documents with the same tokens."""
+    drop_columns: Annotated[bool, Flag(DOCUMENTS)] = False
+    """Leave the columns of datasets out. Otherwise all inputs must have the same ones, which are carried
+    along.
+    """
     shuffle_seed: Annotated[int | None, Ge(0), Lt(2**64)] = None
     """Shuffle all documents by this seed (--shuffle, --seed). None: the order of the inputs."""
     format: Annotated[Literal["bin", "zst", "tar"], Flag(OUTPUT)] = "bin"
@@ -336,6 +340,8 @@ class ConvertOptions:
         settings = asdict(self)
         # An end by too many errors is gone on from by the same command with a higher limit.
         del settings["include"], settings["exclude"], settings["hf_split"], settings["max_errors"]
+        # Those that are carried along are part of the inputs.
+        del settings["drop_columns"]
         if not self.provenance:
             # Without provenance, id_field changes nothing in the output.
             del settings["provenance"], settings["id_field"]

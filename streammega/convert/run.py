@@ -22,6 +22,7 @@ from streammega.config.validate import unknown_setting
 from streammega.convert.conversion import Conversion, WrittenDataset
 from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, ExecutionConfig
+from streammega.convert.read.columns import with_columns
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import Inputs, describe_inputs, find_inputs, input_names
 from streammega.convert.read.selection import OwnOutput, SkippedFiles
@@ -308,6 +309,14 @@ def plan(
     work_dir = WorkDir.of(prefix, execution.work_dir, storage)
     own_output = OwnOutput(prefix=prefix, work_dir=work_dir.url)
     files = find_inputs(inputs, input_storage, options, skipped_files, own_output)
+    if not options.drop_columns:
+        files = with_columns(files, input_storage)
+        if any(item.columns for item in files):
+            names = ", ".join(column.name for column in files[0].columns)
+            raise ConvertError(
+                f"{files[0].path}: has columns {names}, which a conversion does not carry along; leave "
+                "them out by --drop-columns"
+            )
     _check_packages(files, options)
     metadata = labels_of(files, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:

@@ -50,6 +50,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--loss-mode 1": {"loss_modes": (1,)},
     "--allow-mixed-tokenizers": {"allow_mixed_tokenizers": True},
     "--dedup": {"dedup": True},
+    "--drop-columns": {"drop_columns": True},
     "--shuffle --seed 5": {"shuffle_seed": 5},
     "--shuffle": {"shuffle_seed": 0},
     "--provenance --id-field meta.id": {"provenance": True, "id_field": "meta.id"},

@@ -42,6 +42,7 @@ from streammega.convert.read.walk import (
     table_of,
     walk,
 )
+from streammega.dataset.columns import shard_of_column
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.names import MANIFEST, SUFFIXES, dataset_of_marked, strip_suffix
 from streammega.errors import (
@@ -243,7 +244,7 @@ def _inputs_of(
     _refuse_tables(files, place, root, tables, [table for log in logs if (table := table_of(log))])
     files = keep_known_formats(files, None if pattern else left_out)
     # among files of other formats, a dataset was perhaps made of them
-    datasets = [item for item in files if item.is_dataset]
+    datasets = [item for item in files if item.manifest]
     if any(item.format != "megatron" for item in files):
         files = drop_inputs(files, datasets, DATASETS, left_out)
     skipped.merge(left_out)
@@ -314,11 +315,14 @@ class _Files:
         self._known = known
         self._rows = {row.path: row for row in rows}
         """Those that are not part of an input yet."""
+        self._columns: dict[str, list[str]] = {}
+        """The files of columns of shards that are there too, by the prefixes of these."""
         self._splits: dict[str, str] = {}
         """The splits that folders are by the list of the library that wrote them."""
 
     def inputs(self) -> list[Input]:
         """All inputs, by the order of their paths."""
+        self._take_columns()
         inputs = self._folders_of_loaders()
         if self._skipped is not None:
             self._keep_listed()
@@ -335,11 +339,21 @@ class _Files:
             if manifest is not None and item.format == "megatron":
                 parts = (manifest,) if manifest in manifests else ()
                 manifests.discard(manifest)
-                item = replace(item, is_dataset=True, parts=item.parts + parts)
+                item = replace(item, manifest=manifest, parts=item.parts + parts)
             inputs.append(item)
         if self._skipped is not None:
             self._skipped.add("manifests without their shards", *sorted(manifests))
+            unread = [path for paths in self._columns.values() for path in paths]
+            self._skipped.add("columns without their shards", *sorted(unread))
         return sorted(inputs, key=lambda item: item.path)
+
+    def _take_columns(self) -> None:
+        """Take the files of columns out: they belong to the shards whose prefixes they have."""
+        for path in list(self._rows):
+            prefix = shard_of_column(path)
+            if prefix is not None and f"{prefix}.idx" in self._rows:
+                del self._rows[path]
+                self._columns.setdefault(prefix, []).append(path)
 
     def _input(self, row: Row, file_format: str, path: str | None = None) -> Input:
         if file_format == "raw" and LITDATA_CHUNK.fullmatch(os.path.basename(row.path)):
@@ -538,6 +552,7 @@ class _Files:
         path = index_path if index_path in self._rows else row.path
         files = [index_path, *(prefix + suffix for suffix in SUFFIXES.values())]
         parts = [file for file in files if self._rows.pop(file, None) is not None and file != path]
+        parts += self._columns.pop(prefix, [])
         # what is read are the tokens, and a change of either file makes another dataset
         index, tokens = self._looked_up(index), self._looked_up(tokens)
         return replace(

@@ -18,19 +18,20 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import FILE, FOLDERS, Row, path_below, shows_hidden
+from streammega.dataset.columns import shard_of_column
 from streammega.dataset.names import MANIFEST, could_belong_to, strip_suffix
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError
 from streammega.storage.open import resolved
 
 LEFTOVERS = (
-    "*.origins",
+    *("*.origins", "*.col-job-*/*"),
     *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
     *("_temporary/*", "*/_temporary/*"),
     *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
     *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),
 )
-"""Files that engines leave in the folders they write, unfinished downloads, and checksums."""
+"""Files that engines leave in the folders they write, unfinished downloads and columns, checksums."""
 HF_DATASET_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What the datasets library keeps with Parquet and Arrow files."""
 _ABOUT = re.compile(
@@ -111,6 +112,7 @@ def _is_own(path: str, paths: Collection[str], own_output: OwnOutput) -> bool:
     if not name.startswith(stem) or resolved(above or ".") != resolved(folder or "."):
         return False
     prefix = strip_suffix(name.removesuffix(ORIGINS).removesuffix(MANIFEST))
+    prefix = shard_of_column(name) or prefix
     # a .tar or .bin without its .idx, or with another ending, does not belong to it
     has_index = f"{path.removesuffix(name)}{prefix}.idx" in paths
     is_shard = prefix != name and has_index and could_belong_to(prefix, stem)

@@ -12,6 +12,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import open_stream
+from streammega.dataset.columns import StoredColumn
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact, without_queries
 from streammega.errors.words import in_one_line, without_controls
@@ -32,8 +33,9 @@ class Input:
 
     path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
     identity: the same for all names of what it holds. parts: files that belong to it. versions:
-    of the files of a folder, by their names. is_dataset: whether a manifest lists it. split: the
-    one that a list of its writer says; "": there is none.
+    of the files of a folder, by their names. manifest: that which lists it, as far as it was found;
+    "": none. columns: of its tokens, with the objects of its shards. split: the one that a list of its
+    writer says; "": there is none.
     """
 
     path: str
@@ -44,7 +46,8 @@ class Input:
     identity: Any = field(default=None, repr=False)
     parts: tuple[str, ...] = field(default=(), repr=False)
     versions: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    is_dataset: bool = False
+    manifest: str = ""
+    columns: tuple[StoredColumn, ...] = field(default=(), repr=False, hash=False)
     split: str = ""
 
     @property
