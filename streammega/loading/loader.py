@@ -23,7 +23,7 @@ from streammega.loading.device_prefetch import Copier, DeviceBatches
 from streammega.loading.engine import Engine
 from streammega.loading.iterate import Iteration, iterate_batches
 from streammega.loading.stats import MetricsServer, Stats
-from streammega.loading.torch_dataset import StreamingDataset
+from streammega.loading.torch_dataset import Last, StreamingDataset
 from streammega.samples.columns import TokenColumn
 from streammega.samples.field_inputs import Batch
 from streammega.samples.rows import kept_parts_of
@@ -65,7 +65,8 @@ class StreamLoader:
     read ahead. It is the same on every rank that took as many batches.
 
     Args:
-        config, split, micro_batch_size, global_batch_size, rampup_batch_size: as in StreamingDataset.
+        config, split, micro_batch_size, global_batch_size, rampup_batch_size, last: as in
+            StreamingDataset.
         dp_rank, dp_size, mesh: this data-parallel rank, as in StreamingDataset.
         prefetch: micro-batches made ahead of the step. `storage.memory_bytes` limits how far ahead
             bytes are fetched.
@@ -104,6 +105,7 @@ class StreamLoader:
         dp_size: int | None = None,
         mesh: DeviceMesh | None = None,
         rampup_batch_size: tuple[int, int, int] | None = None,
+        last: Last = "drop",
         prefetch: int = 4,
         evaluation: bool | None = None,
         ids_only: bool = False,
@@ -122,6 +124,7 @@ class StreamLoader:
             dp_size=dp_size,
             mesh=mesh,
             rampup_batch_size=rampup_batch_size,
+            last=last,
         )
         if cp_size > 1 and not ids_only:
             raise ConfigError(

@@ -39,7 +39,8 @@ class MicroSteps:
     A micro-step is named by the number of global samples consumed before it, its `consumed`.
 
     split: "train", "valid" or "test", for messages. samples: the samples of that split, in their
-    order. schedule: the sizes of global batches and the samples at which they begin.
+    order. schedule: the sizes of global batches and the samples at which they begin. pads_last: whether
+    the last global batch is completed by samples without tokens, and not left out.
     """
 
     split: str
@@ -48,6 +49,7 @@ class MicroSteps:
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+    pads_last: bool = False
 
     @property
     def config(self) -> DataConfig:
@@ -110,7 +112,14 @@ class MicroSteps:
     def num_samples(self) -> int | None:
         """Samples over all ranks, whole global batches only; None: the stream has no end."""
         total = self.samples.num_samples
-        return None if total is None else self.schedule.last_whole(total)
+        if total is None:
+            return None
+        end = self.schedule.last_whole(total)
+        if not self.pads_last:
+            return end
+        if end < total:
+            end += self.schedule.size_at(total)
+        return max(end, self.schedule.origin)  # a larger batch may have ended the data before
 
     @property
     def lanes(self) -> int:

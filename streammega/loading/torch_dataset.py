@@ -6,14 +6,14 @@ import copy
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
+from streammega.config import ORDERS, DataConfig
 from streammega.config.validate import whole_number
 from streammega.errors import ConfigError, StateError
 from streammega.errors.logs import get_logger
@@ -24,8 +24,9 @@ from streammega.loading.ready import Form
 from streammega.loading.worker_state import IterationStart, IterationState
 from streammega.loading.worker_transfer import FieldsOfPhase, WorkerBatch
 from streammega.order.schedule import resolve_phase_starts, training_schedule
+from streammega.order.split import split_fractions
 from streammega.order.state import parse_state
-from streammega.samples.field_inputs import Batch
+from streammega.samples.field_inputs import Batch, check_mask_is_there
 from streammega.samples.open import open_source
 from streammega.samples.segments import split_data
 from streammega.samples.source import SampleSource, check_fields
@@ -37,6 +38,27 @@ log = get_logger(__name__)
 
 AHEAD = 2
 """Micro-batches made ahead when a dataset is iterated without a loader."""
+Last = Literal["drop", "pad"]
+"""What happens to samples at the end that fill no global batch."""
+
+
+def check_last(last: Last, config: DataConfig, split: str) -> None:
+    """Raise ConfigError if a last batch cannot be padded: there is none where samples repeat or go on.
+    Or if batches have no mask that says what is padding.
+    """
+    if last not in get_args(Last):
+        raise ConfigError(f"last is {last!r}; it takes 'drop' or 'pad'")
+    if last == "drop":
+        return
+    data = split_data(config, split)
+    is_all = split == "train" and split_fractions(data.shares)[0] == 1
+    reads_once = not ORDERS[config.order].is_shuffled and data.num_samples is None
+    if not (is_all and reads_once and len(data.prefixes) == 1):
+        raise ConfigError(
+            "last='pad' hands out every sample of one dataset once: give order='sequential', a blend of "
+            "one dataset, split='1,0,0' (which is split 'train' of the loader), and no num_samples"
+        )
+    check_mask_is_there(config.field_names)
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
@@ -74,6 +96,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         mesh: in place of both, a DeviceMesh. Its dimension "dp", or its only one, gives rank and size.
         rampup_batch_size: (start, increment, samples): the global batch grows from start to
             global_batch_size, in steps of increment, over this many samples.
+        last: what happens to samples at the end that fill no global batch. "drop": they are not read.
+            "pad": rows without tokens or loss complete it, so that every sample is read once on any
+            number of ranks. That is for one dataset in the sequential order, all of it.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
     """
@@ -89,6 +114,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int | None = None,
         mesh: DeviceMesh | None = None,
         rampup_batch_size: tuple[int, int, int] | None = None,
+        last: Last = "drop",
     ) -> None:
         if not isinstance(config, DataConfig):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
@@ -110,10 +136,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             micro_batch_size=self.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
+            pads_last=last == "pad",
         )
         self.config = self.samples.config
         self.steps.check()
         check_fields(self.samples.segments[0])
+        check_last(last, self.config, split)
         self._consumed = 0  # the cursor
         self._last_seek = 0  # where `seek` or `load_state_dict` last moved the cursor
         self._state = IterationState()

@@ -36,6 +36,14 @@ class Extents:
         return np.append(self.dataset, 0)[self.row_splits[:-1]].astype(np.int64)
 
 
+def without_tokens(num_samples: int) -> Extents:
+    """Samples that have no row."""
+    nowhere = np.empty(0, np.int64)
+    numbers = np.empty(0, np.int32)
+    splits = np.zeros(num_samples + 1, np.int64)
+    return Extents(row_splits=splits, dataset=numbers, file=numbers, start=nowhere, stop=nowhere)
+
+
 def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     """Parts of samples, as samples of their own: for each sample and each of `bounds` its tokens
     [start, stop).

@@ -24,6 +24,7 @@ from streammega.errors.cached_property import cached_property
 from streammega.errors.logs import get_logger
 from streammega.order import Extents
 from streammega.order.epoch_layout import Records
+from streammega.order.extents import merge_extents, without_tokens
 from streammega.order.megatron import (
     INT32_MAX,
     GptIndices,
@@ -213,10 +214,15 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         return [self]
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
-        """The token runs of samples, int64 [n], each in [0, len(self)).
+        """The token runs of samples, int64 [n]. Those past the end have none: they are padding of a batch.
 
         Raises CacheError if a cached index is damaged.
         """
+        is_there = sample_ids < len(self)
+        if not is_there.all():
+            past_end = np.flatnonzero(~is_there)
+            located = np.flatnonzero(is_there), self.locate(sample_ids[is_there])
+            return merge_extents([located, (past_end, without_tokens(len(past_end)))])
         # empty sequences are bounds of documents too; bins are never empty
         masks_sequences = self.config.inter_document_masking
         try:

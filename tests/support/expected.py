@@ -136,6 +136,8 @@ def sample_of(
                 values[name].append(there)
             rows.append((*(column[part] for column in stored), is_gone))
             start, stop = start - len(stored.ids), stop - len(stored.ids)
+    if not rows:  # a sample after the last one is padding
+        rows = [tuple(np.empty(0, kind) for kind in (int, int, int, bool, bool))]
     columns: Any = [np.concatenate(column) for column in zip(*rows, strict=True)]
     ids, mode, document, begins, gone = columns
     if is_packed:  # bins are of documents, whatever sequences these have
@@ -176,7 +178,7 @@ def sample_of(
         "cu_seqlens": np.unique([0, *ends, length]).astype(np.int32),
         "max_seqlen": np.diff(np.unique([0, *ends, length])).max(),
         "attention_mask": [(numbers > numbers[:, None]) | (document_of[:, None] != document_of)],
-        "dataset_id": int(found.dataset[0]),
+        "dataset_id": int(found.dataset_of_sample[0]),
     }
 
 
