@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
     from streammega.loading.source_losses import add_losses_by_source as add_losses_by_source
+    from streammega.parallel import ColumnWriter as ColumnWriter
     from streammega.parallel import RankBatches as RankBatches
     from streammega.parallel import Ranks as Ranks
     from streammega.parallel import device_mesh as device_mesh
@@ -58,6 +59,7 @@ _HOMES = {
     "IndexedDataset": "streammega.dataset",
     "IndexedDatasetWriter": "streammega.dataset",
     "ParallelLayout": "streammega.parallel.layout",
+    "ColumnWriter": "streammega.parallel",
     "RankBatches": "streammega.parallel",
     "Ranks": "streammega.parallel",
     "device_mesh": "streammega.parallel",

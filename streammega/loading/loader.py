@@ -61,6 +61,9 @@ class StreamLoader:
     A forked child goes on at the cursor, with threads and a cursor of its own. Iterators of its parent
     raise StateError there.
 
+    With `last="pad"` an iteration from a state at the end of the data yields nothing, for every sample was
+    handed out.
+
     `state_dict` may be called at any time. It counts the batches that were handed out, never those
     read ahead. It is the same on every rank that took as many batches.
 
@@ -389,6 +392,8 @@ class StreamLoader:
         has_more = next(dataset.positions(), None) is not None
         if has_more and (is_unread or not self.evaluation):
             return
+        if is_unread and dataset.consumed_samples and dataset.steps.pads_last:
+            return  # a job that was killed after the last sample reads none again
         if is_unread and dataset.consumed_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data; "

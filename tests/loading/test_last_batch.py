@@ -135,7 +135,11 @@ def test_a_state_at_the_end_is_resumed_by_other_sizes(data: Path) -> None:
     for size in (1, 3, 4, 7, 16):
         other = StreamLoader(config, micro_batch_size=1, global_batch_size=size, last="pad")
         other.load_state_dict(state)
+        assert list(other) == [], "every sample was handed out"
         assert next(other, None) is None
+        other.seek(0)
+        assert len(list(other)) == len(other)
+        assert len(list(other)) == len(other), "another pass"
         other.close()
 
 
