@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import Column, ColumnWriter, DataConfig, StorageConfig, StreamLoader
-from streammega.config.columns import ITEMSIZES
+from streammega.config.fields import ITEMSIZES
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
 from streammega.dataset.columns import ALIGNED

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from streammega import Column, ColumnWriter, DataConfig, IndexedDataset, StreamLoader
-from streammega.config.columns import ITEMSIZES
+from streammega.config.fields import ITEMSIZES
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.opening import open_manifests
 from streammega.storage import open_store
