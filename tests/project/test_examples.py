@@ -7,11 +7,16 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from streammega.convert import convert
+from streammega.storage import save_bytes
 from tests.support import elastic
+from tests.support.builders import write_dataset
 from tests.support.processes import launch
+from tests.support.servers import S3
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 
@@ -139,3 +144,66 @@ def test_a_sharded_loop_goes_on_where_it_stopped_on_other_ranks(
     assert losses[3] < losses[0]
     assert losses[4] < losses[3] * 1.2, "of the parameters and moments that were saved"
     assert losses[-1] < losses[3]
+
+
+def distill(
+    folder: Path,
+    what: list[str],
+    ranks: int,
+    environment: dict[str, str],
+    kill_after: str | None = None,
+) -> str:
+    """What a run of the example prints on rank 0; killed on all ranks after it has printed a text."""
+    number = len(list(folder.glob("logs-*")))
+    logs = folder / f"logs-{number}"
+    logs.mkdir()
+    command = [str(EXAMPLES / "distill.py"), *what]
+    family = launch(logs, ranks, command, {"PYTHONWARNINGS": "ignore", **environment})
+    everyone = range(ranks)
+    if kill_after is not None:
+        family.wait_for(kill_after, 0, timeout=120)
+        family.signal(signal.SIGKILL, *everyone)
+    codes = family.ended(*everyone, within=120)
+    printed = family.log(0)
+    family.close()
+    wanted = 0 if kill_after is None else -signal.SIGKILL
+    assert codes == [wanted] * ranks, [family.log(rank)[-3000:] for rank in everyone]
+    return printed
+
+
+def losses_of(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", printed)}
+
+
+@pytest.mark.guarantee("distillation-equals-online")
+def test_a_student_learns_from_stored_logits_what_it_learns_online(
+    tmp_path: Path, moto: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher writes to a bucket on two ranks and is killed; the student is killed, and goes on on
+    another number of ranks.
+    """
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 200, rng.integers(5, 120)).astype(np.uint16) for _ in range(300)]
+    convert(
+        [str(write_dataset(tmp_path / "raw", documents))],
+        str(tmp_path / "bins"),
+        pack_length=64,
+        eod_id=0,
+    )
+    bucket = moto.new_bucket()
+    for path in tmp_path.glob("bins*"):
+        save_bytes(f"s3://{bucket}/{path.name}", path.read_bytes(), moto.storage)
+    data = [f"s3://{bucket}/bins", "200"]
+    environment = moto.environment | {"STEPS": "12"}
+    teacher = environment | {"STATE": str(tmp_path / "teacher.json")}
+    distill(tmp_path, ["teach", *data], 2, teacher, kill_after="written: 64 samples")
+    assert "published" in distill(tmp_path, ["teach", *data], 1, teacher)
+    student = environment | {"STATE": str(tmp_path / "student.pt")}
+    before = distill(tmp_path, ["learn", *data], 1, student, kill_after="step 7:")
+    after = distill(tmp_path, ["learn", *data], 2, student)
+    online = environment | {"STATE": str(tmp_path / "online.pt")}
+    expected = losses_of(distill(tmp_path, ["online", *data], 1, online))
+    losses = losses_of(before) | losses_of(after)
+    assert [*losses] == [*expected] == [*range(12)]
+    assert min(losses_of(after)) in (4, 8), "it goes on after its last state"
+    np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=2e-3)
