@@ -296,7 +296,7 @@ class Engine:
     def _gather(self, group: GatherGroup) -> ReadyGroup:
         """Wait for the bytes of a group, gather it, and free the buffers that no later row needs."""
         fetcher = self._fetcher
-        needed = [buffer for buffers in group.buffers for buffer in buffers]
+        needed = group.all_buffers
         if fetcher is not None and needed:
             began = time.perf_counter()
             fetcher.wait(needed)

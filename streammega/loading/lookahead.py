@@ -103,9 +103,7 @@ class Lookahead:
             if self._groups and (no_more_reads or self.has_enough_planned):
                 return
             self.plan_window()
-            if self._groups and all(
-                buffer.ready for buffers in self._groups[0].buffers for buffer in buffers
-            ):
+            if self._groups and all(buffer.ready for buffer in self._groups[0].all_buffers):
                 return
 
     @property
@@ -180,9 +178,13 @@ class Lookahead:
             self._stats.planned_bytes += fetched_bytes + window.cached_bytes
             windows.append(window)
             buffers.append([_attach(files, planned) for planned in window.buffers])
-        self._cut_into_groups(windows, consumed, buffers, group_batches)
+        groups = self._cut_into_groups(windows, consumed, buffers, group_batches)
+        self._groups += groups
+        self.batches += len(consumed)
         if self._fetcher is not None:
-            self._fetcher.submit(_in_order(windows, buffers))
+            # No group waits for memory that a later one holds. In a group those of a file come together,
+            # for a thread sends several requests at once only if they are for one object.
+            self._fetcher.submit([buffer for group in groups for buffer in group.all_buffers])
 
     def _cut_into_groups(
         self,
@@ -190,8 +192,8 @@ class Lookahead:
         consumed: list[int],
         buffers: list[list[FetchGroup]],
         group_batches: int,
-    ) -> None:
-        """Queue the groups of a stretch, each with the buffers that no earlier group needs.
+    ) -> list[GatherGroup]:
+        """The groups of a stretch, each with the buffers that no earlier group needs.
 
         A group has up to `group_batches` micro-batches, and ends before it opens too many bytes.
         """
@@ -207,11 +209,12 @@ class Lookahead:
             all_bytes += np.cumsum([0, *sizes])[at_batch]
             splits.append(at_batch.tolist())
         bytes_before = all_bytes.tolist()
+        groups = []
         first = 0
         while first < len(consumed):
             fitting = bisect_right(bytes_before, bytes_before[first] + memory.opening_bytes) - 1
             last = min(max(fitting, first + 1), first + group_batches, len(consumed))
-            self._groups.append(
+            groups.append(
                 GatherGroup(
                     windows=windows,
                     consumed=consumed[first:last],
@@ -224,7 +227,7 @@ class Lookahead:
                 )
             )
             first = last
-        self.batches += len(consumed)
+        return groups
 
     def _next_stretch(self, max_batches: int) -> list[int]:
         """Take up to `max_batches` positions, as long as each follows the one before it.
@@ -269,14 +272,3 @@ def _attach(files: FilesPlan, planned: PlannedBuffer) -> FetchGroup:
     buffer = FetchGroup(planned.size, requests, planned.slot)
     files.planner.table.attach(buffer)
     return buffer
-
-
-def _in_order(windows: list[PlanWindow], buffers: list[list[FetchGroup]]) -> list[FetchGroup]:
-    """The buffers of all windows in the order of the first sample that needs them: none waits for memory
-    that one of later samples holds.
-    """
-    if len(buffers) == 1:
-        return buffers[0]
-    first_sample = np.concatenate([window.first_samples for window in windows])
-    together = [buffer for of_window in buffers for buffer in of_window]
-    return [together[number] for number in np.argsort(first_sample, kind="stable").tolist()]

@@ -122,6 +122,11 @@ class GatherGroup:
     last: int
     buffers: Sequence[Sequence[FetchGroup]]
 
+    @property
+    def all_buffers(self) -> list[FetchGroup]:
+        """The buffers of all windows, one window after the other."""
+        return [buffer for of_window in self.buffers for buffer in of_window]
+
     def single_batches(self) -> Iterator[GatherGroup]:
         """Cut the group into groups of one micro-batch.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,8 +35,12 @@ from streammega.errors import ConfigError, FormatError, ObjectChangedError, Stre
 from streammega.integrations.megatron import MegatronBatches
 from streammega.integrations.transformers import causal_lm_batch
 from streammega.integrations.webdataset import TextStream
+from streammega.loading.lookahead import Lookahead
 from streammega.loading.read_plan import plan_reading
+from streammega.loading.stats import Stats
 from streammega.order.sharding import zigzag_bounds
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.requests import FetchGroup
 from streammega.storage.progress import ProgressObserver
 from tests.support.builders import write_dataset
 from tests.support.columns import add_column, change_entry
@@ -135,6 +140,31 @@ def test_blocks_are_chosen_by_column(server: Running, bucket: str) -> None:
     few = blocks(5_500_000)
     assert few[0]
     assert not all(few)
+
+
+def test_reads_of_a_group_come_file_by_file(server: Running, bucket: str) -> None:
+    """Requests go out together if they are for one object, and follow each other."""
+    submitted: list[FetchGroup] = []
+
+    class Recording(Fetcher):
+        def submit(self, groups: Sequence[FetchGroup]) -> None:
+            submitted.extend(groups)
+
+    storage = storage_of(server, "obstore").tuned(resident_bytes=0)
+    steps = StreamingDataset(config_of(bucket, storage, blend=f"{bucket}/web"), **SIZES).steps
+    plan = plan_reading(steps, 0, 40_000_000)
+    positions = iter(range(0, 160, 2))
+    with closing(Recording(storage)) as fetcher:
+        lookahead = Lookahead(steps, plan, positions, fetcher=fetcher, stats=Stats())
+        while not lookahead.exhausted:
+            lookahead.plan_window()
+    in_order: list[FetchGroup] = []
+    while (group := lookahead.take_group()) is not None:
+        assert len({len(of_file) for of_file in group.buffers}) == 1, "blocks of the same places"
+        for of_file in group.buffers:
+            in_order += of_file
+    assert submitted == in_order
+    assert len(submitted) > 4 * 2
 
 
 @pytest.mark.parametrize("columns", [[], ["weight"]])
