@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,11 +41,14 @@ from streammega.storage.store import atomic_writer, create_object, replace_objec
 
 READ_BYTES = 32 << 20
 """Bytes of pieces that are in memory at once, twice: as they are stored, and in the order of samples."""
+TOKENS_AT_ONCE = 1 << 20
+"""Tokens whose places are in memory at once."""
 FILL_BYTES = 1 << 20
 """Bytes of a write where many tokens have no value."""
 MAX_PUTS = 100
 """Times that a manifest is put, each after another writer has put one."""
-Values = NDArray[np.uint8]
+Values = NDArray[np.void]
+"""An item a token: the bytes of its values."""
 
 
 class Joined(NamedTuple):
@@ -88,32 +92,35 @@ class ColumnJoiner:
         size = (end - begin) * column.token_bytes
         store, key = open_store(url, with_part_bytes_for(self._storage, size))
 
+        fill = fill_of(column)
+
         def write() -> Joined:
-            filled = 0
+            in_samples = 0
             with atomic_writer(store, key) as inner:
                 writer = ChecksummedWriter(inner)
                 token = begin
-                for start, values in self._stretches(number, begin, end):
-                    filled += start - token
-                    write_fill(writer, column, start - token)
-                    writer.write(values.data)
+                for start, values, used in self._stretches(number, begin, end, fill):
+                    write_fill(writer, fill, start - token)
+                    writer.write(values.view(np.uint8).data)
                     token = start + len(values)
-                filled += end - token
-                write_fill(writer, column, end - token)
-            return Joined(ColumnFile(url, checksums=writer.checksums), filled)
+                    in_samples += used
+                write_fill(writer, fill, end - token)
+            return Joined(ColumnFile(url, checksums=writer.checksums), end - begin - in_samples)
 
         joined = write_again(store, key, write)
         return joined._replace(file=joined.file._replace(etag=store.info(key).etag))
 
-    def _stretches(self, number: int, begin: int, end: int) -> Iterator[tuple[int, Values]]:
-        """(token, values of it and of those that follow) of a column, within tokens [begin, end) of all
-        shards: uint8 [tokens, bytes of a token].
+    def _stretches(
+        self, number: int, begin: int, end: int, fill: Values
+    ) -> Iterator[tuple[int, Values, int]]:
+        """The values of a column within tokens [begin, end) of all shards, a stretch at a time: (its first
+        token, void [tokens], how many of them are in a sample).
         """
         column = self._columns[number]
         length = self._length
         # Value i of a sample belongs to its token i, or to that which is label i.
         first = int(column.align == "labels")
-        at_once = max(1, READ_BYTES // (length * column.token_bytes))
+        at_once = max(1, min(READ_BYTES // (length * column.token_bytes), TOKENS_AT_ONCE // length))
         num_samples = len(self._samples)
         first_sample = bisect_left(range(num_samples), begin + 1, key=self._end_of)
         for sample in range(first_sample, num_samples, at_once):
@@ -123,42 +130,48 @@ class ColumnJoiner:
                 return
             runs = cut_extents(extents, [(first, first + length)])
             size = runs.stop - runs.start
-            stored = self._pieces.read(number, sample, stop).reshape(-1, length, column.token_bytes)
             tokens_before = np.append(0, np.cumsum(size))
-            tokens = np.diff(tokens_before[runs.row_splits])
-            # A view where all samples have all tokens.
-            values = stored.reshape(-1, column.token_bytes)
-            if (tokens < length).any():
-                values = stored[np.arange(length) < tokens[:, None]]
-            is_after_gap = runs.start[1:] != runs.stop[:-1]
-            rows = np.append(0, np.flatnonzero(is_after_gap) + 1) if len(size) else size
-            for row, tokens_here in zip(
-                rows.tolist(), np.diff(tokens_before[[*rows, len(size)]]).tolist(), strict=True
-            ):
-                run_start = int(runs.start[row])
-                start, last = max(begin, run_start), min(end, run_start + tokens_here)
-                if start < last:
-                    at = int(tokens_before[row]) + start - run_start
-                    yield start, values[at : at + last - start]
+            # The token of each value that is one, in ascending order.
+            token = np.repeat(runs.start - tokens_before[:-1], size) + np.arange(tokens_before[-1])
+            tokens_of_sample = np.diff(tokens_before[runs.row_splits])
+            # One item a token: numpy moves rows of bytes fifty times slower.
+            values = self._pieces.read(number, sample, stop).view(fill.dtype)
+            values = values[np.arange(length) < tokens_of_sample[:, None]]
+            here = slice(*np.searchsorted(token, [begin, end]))
+            token, values = token[here], values[here]
+            # Short gaps, as after the documents of bins, are filled here.
+            cuts = np.flatnonzero(np.diff(token) > length) + 1
+            for low, high in pairwise([0, *cuts.tolist(), len(token)]):
+                if low == high:
+                    continue
+                start = int(token[low])
+                tokens = int(token[high - 1]) + 1 - start
+                part = values[low:high]
+                if tokens > high - low:
+                    part = np.repeat(fill, tokens)
+                    part[token[low:high] - start] = values[low:high]
+                yield start, part, high - low
 
     def _end_of(self, sample: int) -> int:
         """The token after those of a sample."""
         return int(self._samples.locate(np.array([sample])).stop[-1])
 
 
-def write_fill(writer: ChecksummedWriter, column: StoredColumn, tokens: int) -> None:
-    """Append the fill of so many tokens."""
-    if not tokens:
-        return
+def fill_of(column: StoredColumn) -> Values:
+    """The fill of a token, void [1]."""
     if "int" in column.dtype:  # torch has few functions of unsigned ones
         value = np.array([column.fill], column.dtype).view(np.uint8)
     else:
         fill = torch.tensor([column.fill], dtype=torch.float64)
         value = fill.to(getattr(torch, column.dtype)).view(torch.uint8).numpy()
-    at_once = max(1, FILL_BYTES // column.token_bytes)
-    block = np.tile(value, column.width * min(at_once, tokens))
+    return np.tile(value, column.width).view(np.dtype((np.void, column.token_bytes)))
+
+
+def write_fill(writer: ChecksummedWriter, fill: Values, tokens: int) -> None:
+    """Append the fill of so many tokens."""
+    at_once = max(1, FILL_BYTES // fill.nbytes)
     for first in range(0, tokens, at_once):
-        writer.write(block[: min(at_once, tokens - first) * column.token_bytes].data)
+        writer.write(np.repeat(fill, min(at_once, tokens - first)).view(np.uint8).data)
 
 
 class ColumnManifest:
