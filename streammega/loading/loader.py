@@ -78,7 +78,8 @@ class StreamLoader:
             [micro_batch_size], the number of ids of each sample that are not padding, "dataset_id":
             int64 [micro_batch_size]}. All other fields can be derived from them on the device. If modes
             make the loss mask, or documents are excluded, there is also the column "has_loss", a bool
-            for each id: a label whose id has none has no loss.
+            for each id: a label whose id has none has no loss. Stored `columns` are [micro_batch_size,
+            S + 1, width], the values of each id.
         cp_rank, cp_size: with ids_only, read only the parts of each sample that this context-parallel
             rank keeps: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" and
             columns are [2 * micro_batch_size, P + 1], with the two parts of a sample one after the

@@ -425,7 +425,7 @@ def _is_worth_prefetching(dataset: int, order: StreamOrder, table: FileTable) ->
     """
     files = _files_of(order, dataset, table)
     itemsizes = table.itemsize[files]
-    one_width = bool((itemsizes == itemsizes[0]).all())
+    one_width = bool((itemsizes == itemsizes[0]).all() and itemsizes[0])  # not without the column
     is_remote = not table.local[files].any()
     has_one_lane = order.lanes_per_run[dataset] == 1
     has_several_samples = order.block_samples[dataset] >= 2
