@@ -211,14 +211,7 @@ class ColumnWriter:
         ObjectChangedError if the dataset was replaced, StorageError.
         """
         self._begin()
-        self._check_moved(0)
-        end = self._loader.dataset.num_samples
-        assert end is not None
-        if self._position < end:
-            raise StateError(
-                f"{self._position} of {end} samples are written; publish at the end of the data"
-            )
-        self._sync.run_long(self._store)
+        self._sync.run_long(self._store_last)
         if self._is_alone_among_several:
             return
         if self._sync.run_on_first(lambda: self._manifest.lists(self._columns, self._digest)):
@@ -302,6 +295,17 @@ class ColumnWriter:
         self._folder.put(piece, [rows for held in self._held for rows in held])
         self._held = [[] for _ in self._columns]
         self._stored = self._position
+
+    def _store_last(self) -> None:
+        """Store what is held at the end of the data. Raises StateError before it."""
+        self._check_moved(0)
+        end = self._loader.dataset.num_samples
+        assert end is not None
+        if self._position < end:
+            raise StateError(
+                f"{self._position} of {end} samples are written; publish at the end of the data"
+            )
+        self._store()
 
     @property
     def _digest(self) -> str:

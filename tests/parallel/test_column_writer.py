@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +22,23 @@ from streammega.config.fields import ITEMSIZES
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
 from streammega.dataset.columns import ALIGNED
+from streammega.dataset.idx import encode_index
 from streammega.dataset.names import Kind
+from streammega.dataset.opening import open_manifests
 from streammega.errors import ConfigError, ObjectChangedError, StateError, StorageError
 from streammega.parallel import column_pieces, column_publish
 from streammega.parallel.column_pieces import Piece, check_tiling
 from streammega.storage import ObjectInfo, ObjectWriter, open_store
 from streammega.storage.store import Buffer, Span, Store, WrapperStore
 from tests.support.builders import write_lengths, write_manifest
-from tests.support.column_runs import Run, check_published, values_of, write_on_ranks
+from tests.support.column_runs import (
+    Run,
+    check_published,
+    values_of,
+    write_alone,
+    write_on_ranks,
+    write_on_some,
+)
 from tests.support.columns import add_column, hashed
 from tests.support.gang import Gang
 from tests.support.servers import S3
@@ -371,6 +381,19 @@ def test_a_refusal_of_one_rank_is_that_of_all(
         gang.run(2, write_on_ranks, config, COLUMNS, sizes, str(tmp_path / "none"))
 
 
+def test_some_of_the_ranks_may_write(gang: Gang, config: DataConfig) -> None:
+    assert gang.run(3, partial(write_on_some, early=False), config, COLUMNS) == [""] * 3
+    check_published(config, COLUMNS)
+    assert not jobs_of(config)
+    errors = gang.run(3, partial(write_on_some, early=True), config, COLUMNS)
+    assert ["end of the data" in error for error in errors] == [False, True, True]
+
+
+def test_one_of_several_ranks_may_write(gang: Gang, config: DataConfig) -> None:
+    gang.run(2, write_alone, config, COLUMNS)
+    check_published(config, COLUMNS)
+
+
 # --- other writers ----------------------------------------------------------------------------------
 
 
@@ -445,6 +468,58 @@ def test_a_pair_gets_a_manifest_and_keeps_its_order(tmp_path: Path) -> None:
     Run(config, COLUMNS, 4).go(2)
     check_published(config, COLUMNS)
     assert StreamLoader(config, **sizes).state_dict() == before
+
+
+def write_sequences(prefix: Path, tokens: int, sequences: Sequence[tuple[int, int]]) -> None:
+    """A pair whose `.idx` lists sequences (first token, last token + 1) of so many tokens."""
+    prefix.with_suffix(".bin").write_bytes(np.arange(tokens, dtype="<u2").tobytes())
+    starts, stops = np.array(sequences).T
+    bounds = np.arange(len(sequences) + 1)
+    index = encode_index(
+        np.dtype("<u2"), (stops - starts).astype(np.int32), bounds, None, 2 * starts
+    )
+    prefix.with_suffix(".idx").write_bytes(b"".join(index))
+
+
+def test_tokens_that_no_sequence_has_get_the_fill(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sequences = [(3, 20), (22, 22), (23, 40), (90, 91), (91, 130)]
+    write_sequences(tmp_path / "web", 140, sequences)
+    config = config_of(tmp_path / "web")
+    place = np.concatenate([np.arange(*bounds) for bounds in sequences])
+    for align, first in (("labels", 1), ("tokens", 0)):
+        column = {"x": Column("uint16", fill=999, align=align)}  # type: ignore[arg-type]
+        with StreamLoader(config, micro_batch_size=2, global_batch_size=6, last="pad") as loader:
+            writer = ColumnWriter(loader, column)
+            for position in loader.dataset.positions():
+                next(loader)
+                numbers = loader.dataset.sample_ids(position)[:, None] * LENGTH + np.arange(LENGTH)
+                numbers = np.minimum(numbers + first, len(place) - 1)
+                writer.write({"x": place[numbers].astype(np.uint16)})
+            caplog.set_level("INFO", "streammega")
+            writer.publish()
+        samples = (len(place) - 1) // LENGTH
+        written = place[first : first + samples * LENGTH]
+        wanted = np.full(140, 999)
+        wanted[written] = written
+        (manifest,) = open_manifests([str(tmp_path / "web")], config.storage)
+        (file,) = manifest.columns[0].files
+        assert file is not None
+        assert np.fromfile(file.name, "<u2").tolist() == wanted.tolist()
+        assert f"{140 - len(written)} of 140 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("sequences", [[(20, 60), (0, 20)], [(0, 40), (30, 60)]])
+def test_sequences_in_another_order_than_they_are_stored_in_are_refused(
+    tmp_path: Path, sequences: list[tuple[int, int]]
+) -> None:
+    write_sequences(tmp_path / "web", 60, sequences)
+    loader = StreamLoader(
+        config_of(tmp_path / "web"), micro_batch_size=1, global_batch_size=1, last="pad"
+    )
+    with pytest.raises(ConfigError, match="another order"):
+        ColumnWriter(loader, COLUMNS)
 
 
 def test_a_tail_of_one_sample(tmp_path: Path) -> None:

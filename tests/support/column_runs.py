@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from streammega import Column, ColumnWriter, DataConfig, IndexedDataset, StreamL
 from streammega.config.fields import ITEMSIZES
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.opening import open_manifests
+from streammega.errors import ConfigError, StateError
 from streammega.storage import open_store
 from streammega.storage.object_ops import read_object
 from tests.support.columns import hashed
@@ -179,3 +181,41 @@ def write_on_ranks(
                     os.replace(path.with_suffix(".new"), path)
         writer.publish()
         writer.publish()
+
+
+def write_on_some(rank: int, config: DataConfig, columns: Columns, *, early: bool) -> str:
+    """Ranks 1 and 2 of three are the data-parallel ones; "" or the error of a rank. early: one of them
+    publishes before the end.
+    """
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    options: Any = {"micro_batch_size": 1, "global_batch_size": 4, "dp_size": 2, "last": "pad"}
+    with StreamLoader(config, dp_rank=rank - 1, **options) as loader:
+        with pytest.raises(ConfigError, match="3 ranks"):
+            ColumnWriter(loader, columns)
+        writer = ColumnWriter(loader, columns, group=group)
+        run = Run(config, columns, 4)
+        while not (early and rank == 2 and loader.consumed_samples) and run.write_step(
+            loader, writer
+        ):
+            pass
+        try:
+            writer.publish()
+        except StateError as error:
+            return str(error)
+    return ""
+
+
+def write_alone(rank: int, config: DataConfig, columns: Columns) -> None:
+    """One of several ranks writes, as the one that has a tensor-parallel group's logits."""
+    if rank == 1:
+        loader = StreamLoader(
+            config, micro_batch_size=2, global_batch_size=4, dp_size=1, last="pad"
+        )
+        with loader:
+            writer = ColumnWriter(loader, columns)
+            run = Run(config, columns, 4)
+            while run.write_step(loader, writer):
+                pass
+            writer.publish()
