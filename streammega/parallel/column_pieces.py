@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +24,11 @@ from streammega.dataset.columns import StoredColumn
 from streammega.errors import ObjectNotFoundError, StateError
 from streammega.storage import ObjectInfo, Store, open_store
 from streammega.storage.object_ops import read_object, sync_names
-from streammega.storage.store import atomic_writer, create_object, write_again
+from streammega.storage.store import atomic_writer, write_again
 from streammega.storage.thread_pool import parallel_map
 
-RUN = "run"
-"""The object whose content is the id of the run that writes the pieces of a folder."""
+CLAIM = "writer"
+"""The object that says who writes the pieces of a folder."""
 MAX_REQUESTS = 32
 """Pieces that are read or removed at once."""
 _NAME = re.compile(r"(?P<first>\d+)-(?P<stop>\d+)-(?P<rank>\d+)of(?P<size>\d+)")
@@ -100,41 +101,38 @@ class PieceFolder:
         """`function` of each item, several at once where each waits for a server."""
         return parallel_map(function, items, MAX_REQUESTS, is_local=self._store.is_local)
 
-    def run(self) -> str:
-        """The id of the run that writes; empty without one."""
+    def claim(self) -> str:
+        """Who writes here: the id of a run and that of its last start, of `put_claim`; empty for none."""
         try:
-            data, _ = read_object(self._store, self._key_of(RUN))
+            data, _ = read_object(self._store, self._key_of(CLAIM))
         except ObjectNotFoundError:
             return ""
         return data.decode()
 
-    def begin_run(self, new: str) -> str:
-        """The id of the run that writes: `new`, if another rank has not begun it."""
-        run = self.run()
-        if not run:
-            create_object(self._store, self._key_of(RUN), new.encode())
-            run = self.run()
-        return run
+    def put_claim(self, run: str) -> str:
+        """Say that a run writes here from now on. Writers that began before notice it and end."""
+        claim = f"{run} {secrets.token_hex(8)}"
+        self._store.put(self._key_of(CLAIM), claim.encode())
+        return claim
 
     def remove(self, pieces: Iterable[Piece]) -> None:
         """Remove pieces. None is read any more."""
-        self._store.unmap()
+        self.release()
         self.map(self._store.delete, [self._key_of(piece.name) for piece in pieces])
 
     def clear(self) -> None:
-        """Remove all pieces, what killed writers left of others, and the folder of a disk.
-
-        The id of the run comes first: a run without one is over, or goes on by its state, and a new run
-        takes none that is left.
-        """
-        self._store.unmap()
-        self._store.delete(self._key_of(RUN))
+        """Remove all objects, also what killed writers left of some, and the folder of a disk."""
+        self.release()
         objects = self._store.list(f"{self._key}/", recursive=False)
         self.map(self._store.delete, [info.key for info in objects])
         path = self._store.local_path(self._key)
         if path is not None:
             with suppress(OSError):  # it is not there, or something else is in it
                 os.rmdir(path)
+
+    def release(self) -> None:
+        """Unmap what was read."""
+        self._store.unmap()
 
     def _key_of(self, name: str) -> str:
         return f"{self._key}/{name}"
@@ -195,6 +193,7 @@ class StoredPieces:
 
         for (_, samples), body in zip(wanted, self._folder.map(read, wanted), strict=True):
             values[samples[0] - start :: samples.step][: len(samples)] = body.reshape(-1, size)
+        self._folder.release()  # a process has no room for a map of each of many thousands
         return values
 
 

@@ -61,8 +61,8 @@ class ColumnWriter:
     All ranks call each method at the same place of their programs: the first call of a new run,
     `load_state_dict` and `publish` wait for the other ranks.
 
-    Without torch.distributed, ranks are processes that know nothing of each other: then load a state on
-    rank 0 first, and publish on it last.
+    Without torch.distributed, ranks are processes that know nothing of each other: then write the first
+    batch, or load a state, on rank 0 first, and publish on it last.
 
     Args:
         loader: of the sequential order with `last="pad"`, of whole samples. `exclude_documents` and
@@ -102,11 +102,9 @@ class ColumnWriter:
         check_dataset(indexed)
         self._loader = loader
         self._samples = segment
-        self._columns = [stored_column(name, columns[name]) for name in sorted(columns)]
-        if not self._columns:
-            raise ConfigError(
-                "a ColumnWriter needs a column, such as {'weight': Column('float16')}"
-            )
+        if not isinstance(columns, Mapping) or not columns:
+            raise ConfigError("a ColumnWriter needs columns, such as {'weight': Column('float16')}")
+        self._columns = [stored_column(name, columns[name]) for name in sorted(columns, key=str)]
         self._restart = restart
         self._sync = RankSync(group_of(group, dataset.dp_size))
         self._job = digest_of(
@@ -119,8 +117,8 @@ class ColumnWriter:
         url = manifest_url(indexed.name).removesuffix(".json").removesuffix(".manifest")
         self._folder = PieceFolder(f"{url}{SUFFIX}job-{self._job}", config.storage)
         self._manifest = ColumnManifest(indexed.name, indexed.manifest, config.storage)
-        self._run = ""
-        """The id of this run, once it has begun."""
+        self._claim = ""
+        """The ids of this run and of its start, once it has begun."""
         self._position = 0
         """The sample before which all are written."""
         self._stored = 0
@@ -161,7 +159,8 @@ class ColumnWriter:
         """Store what was written since the last state, and return the state of the loader and of what is
         stored: small, for JSON, the same on every rank. Save it after a barrier, when all have stored.
 
-        Raises StateError if the last batch was not written, StorageError.
+        Raises StateError if the last batch was not written, or if another writer of these columns has
+        begun since; StorageError.
         """
         self._begin()
         self._check_moved(0)
@@ -177,7 +176,7 @@ class ColumnWriter:
         """Go on after a state, and remove what was stored after it. The loader is moved too.
 
         The number of ranks may differ. Raises StateError for a state of another dataset, order or
-        columns, or where another run has begun since; StorageError.
+        columns, or where another writer of these columns has begun since; StorageError.
         """
         if not isinstance(state, Mapping) or not state.keys() >= STATE_KEYS:
             raise StateError(
@@ -195,8 +194,9 @@ class ColumnWriter:
         self._loader.load_state_dict(state["loader"])
         position = self._loader.consumed_samples
         run = state["run"]
-        self._on_first(lambda: self._remove_after(position, run))
-        self._run = run
+        self._claim = self._claimed(lambda: self._go_on(position, run))
+        if self._run != run:
+            raise StateError(self._other_writer())
         self._position = self._stored = position
         self._held = [[] for _ in self._columns]
 
@@ -228,43 +228,54 @@ class ColumnWriter:
         """Whether rank 0 does for this one what needs one rank, and neither knows of the other."""
         return self._sync.group is None and self._loader.dataset.dp_rank > 0
 
-    def _on_first(self, function: Callable[[], Result]) -> Result | None:
-        """`function()` on one rank; all ranks that know of each other wait for it."""
-        return None if self._is_alone_among_several else self._sync.run_on_first(function)
+    def _claimed(self, claim: Callable[[], str]) -> str:
+        """What the first rank claims. Raises StateError if it has claimed nothing."""
+        if not self._is_alone_among_several:
+            return self._sync.run_on_first(claim)
+        claimed = self._folder.claim()
+        if not claimed:
+            raise StateError(
+                f"{self._folder.url}: rank 0 has not begun; without torch.distributed it writes its first "
+                "batch, or loads the state, before the other ranks do"
+            )
+        return claimed
 
     def _begin(self) -> None:
         """Begin a run, unless a state has begun it."""
-        if not self._run:
-            self._run = self._sync.run_on_first(self._begin_run)
+        if not self._claim:
+            self._claim = self._claimed(self._begin_run)
 
     def _begin_run(self) -> str:
-        """Check that nothing is stored; returns the new run's id. Raises StateError."""
+        """Claim the folder for a new run. Raises StateError where values are stored."""
         self._manifest.check()
         pieces = self._folder.pieces()
-        if self._restart:
-            if not self._is_alone_among_several:
-                self._folder.clear()
-        else:
-            # Ranks that know nothing of each other begin one after the other.
-            here = self._loader.dataset.dp_rank, self._loader.dataset.dp_size
-            is_known = self._sync.group is not None
-            mine = [one for one in pieces if is_known or one[2:] == here or one.size != here[1]]
-            if mine:
-                raise StateError(
-                    f"{self._folder.url}: has values of samples [{mine[0].first}, {mine[0].stop}) of an "
-                    "earlier writer; load its state, or give restart=True to remove them"
-                )
-        return self._folder.begin_run(secrets.token_hex(8))
-
-    def _remove_after(self, position: int, run: str) -> None:
-        """Remove pieces that were stored after a state. Raises StateError for those of a later run."""
-        now = self._folder.run()
-        if now not in ("", run):
+        if pieces and not self._restart:
+            first = min(pieces)
             raise StateError(
-                f"{self._folder.url}: another run has begun since this state; load a state of that one, or "
-                "begin with restart=True"
+                f"{self._folder.url}: has values of samples [{first.first}, {first.stop}) of an earlier "
+                "writer; load its state, or give restart=True to remove them"
             )
+        if self._restart:
+            self._folder.clear()
+        return self._folder.put_claim(secrets.token_hex(8))
+
+    def _go_on(self, position: int, run: str) -> str:
+        """Claim the folder for a run that goes on, and remove pieces that were stored after its state.
+
+        Raises StateError if another run has begun.
+        """
+        if self._folder.claim().partition(" ")[0] not in ("", run):
+            raise StateError(self._other_writer())
+        # First, so that a former start whose processes go on stores nothing after this.
+        claim = self._folder.put_claim(run)
         self._folder.remove([piece for piece in self._folder.pieces() if piece.stop > position])
+        return claim
+
+    def _other_writer(self) -> str:
+        return (
+            f"{self._folder.url}: another writer of these columns has begun since; end this one, or begin "
+            "again with restart=True"
+        )
 
     def _gather(self, joined: dict[tuple[int, int], Joined]) -> dict[tuple[int, int], Joined]:
         """What all ranks have joined."""
@@ -290,6 +301,8 @@ class ColumnWriter:
         """Store what is held."""
         if self._position == self._stored:
             return
+        if self._folder.claim() != self._claim:
+            raise StateError(self._other_writer())
         dataset = self._loader.dataset
         piece = Piece(self._stored, self._position, dataset.dp_rank, dataset.dp_size)
         self._folder.put(piece, [rows for held in self._held for rows in held])
@@ -306,6 +319,11 @@ class ColumnWriter:
                 f"{self._position} of {end} samples are written; publish at the end of the data"
             )
         self._store()
+
+    @property
+    def _run(self) -> str:
+        """The id of this run."""
+        return self._claim.partition(" ")[0]
 
     @property
     def _digest(self) -> str:

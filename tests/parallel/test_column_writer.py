@@ -276,7 +276,7 @@ def test_a_writer_without_a_state_refuses_what_is_stored(config: DataConfig) -> 
         run.go(3, 7)
     run.go(1, 13, restart=True)
     run.state = state
-    with pytest.raises(StateError, match="another run"):
+    with pytest.raises(StateError, match="another writer"):
         run.go(2)
     run.state = None
     run.go(2, restart=True)
@@ -436,10 +436,45 @@ def test_two_writers_of_one_column_are_told(config: DataConfig) -> None:
     with pytest.raises(StateError, match="earlier writer"):
         second.go(2, 7)
     second.go(2, 9, restart=True)
-    with pytest.raises(StateError, match="another run"):
+    with pytest.raises(StateError, match="another writer"):
         first.go(2)
     second.go(3)
     check_published(config, columns)
+
+
+def test_of_two_writers_that_begin_together_the_first_is_told(config: DataConfig) -> None:
+    columns = {"one": Column("uint8")}
+    first, second = Run(config, columns, 12), Run(config, columns, 12)
+    with first.open(1) as opened, second.open(2) as others:
+        first.write_step(*opened[0])
+        for one in others:
+            second.write_step(*one)
+        with pytest.raises(StateError, match="another writer"):
+            opened[0][1].state_dict()
+        for _, writer in others:
+            writer.state_dict()
+
+
+def test_ranks_of_a_killed_start_that_go_on_store_nothing(config: DataConfig) -> None:
+    run = Run(config, {"one": Column("uint8")}, 12)
+    run.go(2, 6)
+    with run.open(2) as opened:
+        for one in opened:
+            run.write_step(*one)
+        assert not run.go(3, 5)
+        before = {path.name for path in jobs_of(config)[0].iterdir()}
+        for _, writer in opened:
+            with pytest.raises(StateError, match="another writer"):
+                writer.state_dict()
+        assert {path.name for path in jobs_of(config)[0].iterdir()} == before
+    run.go(3)
+    check_published(config, run.columns)
+
+
+def test_ranks_that_know_nothing_of_each_other_begin_with_the_first(config: DataConfig) -> None:
+    run = Run(config, {"one": Column("uint8")}, 12)
+    with run.open(2) as opened, pytest.raises(StateError, match="rank 0 has not begun"):
+        run.write_step(*opened[1])
 
 
 def test_a_dataset_that_was_replaced_is_refused(config: DataConfig) -> None:
@@ -655,7 +690,9 @@ def test_states_of_others_are_refused(
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({}, "needs a column"),
+        ({}, "needs columns"),
+        (["x"], "needs columns"),
+        ({1: Column("uint8"), "x": Column("uint8")}, "small letters"),
         ({"Big": Column("uint8")}, "small letters"),
         ({"tokens": Column("uint8")}, "field of batches"),
         ({"x": Column()}, "needs its dtype"),
