@@ -40,11 +40,13 @@ from streammega.convert.write.segments import run_unit
 from streammega.convert.write.shards import (
     ShardLayout,
     ShardRecord,
+    column_of_shards,
     plan_shards,
     read_shards,
     segments_of_inputs,
     write_shard,
 )
+from streammega.dataset.columns import StoredColumn
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, dataset_of_marked, strip_suffix, without_number
 from streammega.dataset.opening import find_shards
@@ -126,11 +128,22 @@ class Conversion:
         """Publishes this job: these inputs with these options."""
         inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
         job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
-        return Publisher(self.destination, self.work_dir, job, has_origins=self.options.provenance)
+        return Publisher(
+            self.destination,
+            self.work_dir,
+            job,
+            has_origins=self.options.provenance,
+            columns=[column.name for column in self._columns],
+        )
 
     @property
     def _tokenizer_digest(self) -> str:
         return self.tokenizer.digest if self.tokenizer else ""
+
+    @property
+    def _columns(self) -> tuple[StoredColumn, ...]:
+        """What all inputs have for each token, without their objects."""
+        return tuple(column._replace(files=()) for column in self.inputs[0].columns)
 
     @property
     def _copies_datasets(self) -> bool:
@@ -152,6 +165,7 @@ class Conversion:
             work_dir=self.work_dir,
             units=units,
             tokenizer_digest=self._tokenizer_digest,
+            columns=self._columns,
             segment_bytes=segment_bytes_within(self.execution.shuffle_memory_bytes, units_at_once),
         )
 
@@ -266,6 +280,7 @@ class Conversion:
             shards=shards,
             origins=[record.origins for record in written.shards] if options.provenance else None,
             pack=pack,
+            columns=tuple(column_of_shards(column, written.shards) for column in self._columns),
         )
         return self.publisher.publish(layout, written.shards, manifest, self.progress)
 

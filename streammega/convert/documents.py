@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,15 @@ class Tokens:
     """Some documents: tokens end to end, tokens of each sequence, sequences of each document, modes
     of sequences or None.
 
-    origins: where the documents came from, if that is to be kept.
+    origins: where the documents came from, if that is to be kept. columns: what is stored for each
+    token, by the names of columns: as bytes of np.void, [tokens].
     """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
     documents: NDArray[np.int64]
     modes: NDArray[np.int8] | None = None
+    columns: Mapping[str, NDArray[np.void]] = field(default_factory=dict)
     source_bytes: int = 0
     origins: DocumentOrigins | None = None
 
@@ -71,28 +73,33 @@ class Tokens:
 
     def take(self, documents: NDArray[np.int64]) -> Tokens:
         """Some of the documents, in the order of these numbers."""
-        tokens = np.ascontiguousarray(self.tokens)
         sizes = self.document_tokens
         starts = offsets_of(sizes)
-        if int(starts[-1]) != len(tokens):
+        if int(starts[-1]) != len(self.tokens):
             raise ConvertError(
-                f"a batch of {len(tokens)} tokens has documents of {starts[-1]}; please report this"
+                f"a batch of {len(self.tokens)} tokens has documents of {starts[-1]}; please report this"
             )
         taken_sizes = sizes[documents]
         taken_starts = offsets_of(taken_sizes)
-        taken = np.empty(int(taken_starts[-1]), tokens.dtype)
         sources = np.zeros(len(documents), np.int64)
-        byte_starts = starts[documents] * tokens.itemsize
-        byte_sizes = taken_sizes * tokens.itemsize
-        gather([tokens.view(np.uint8)], sources, byte_starts, byte_sizes, taken, taken_starts[:-1])
+
+        def taken(values: NDArray[Any]) -> NDArray[Any]:
+            """The values of the tokens of these documents."""
+            values = np.ascontiguousarray(values)
+            out = np.empty(int(taken_starts[-1]), values.dtype)
+            begin, size = starts[documents] * values.itemsize, taken_sizes * values.itemsize
+            gather([values.view(np.uint8)], sources, begin, size, out, taken_starts[:-1])
+            return out
+
         counts = self.documents[documents]
         sequences = concat_ranges(offsets_of(self.documents)[documents], counts)
         return replace(
             self,
-            tokens=taken,
+            tokens=taken(self.tokens),
             lengths=self.lengths[sequences],
             documents=counts,
             modes=None if self.modes is None else self.modes[sequences],
+            columns={name: taken(values) for name, values in self.columns.items()},
             origins=None if self.origins is None else self.origins.take(documents),
         )
 
@@ -112,12 +119,16 @@ class Tokens:
         document_of_sequence = np.repeat(np.arange(num_documents), self.documents)
         kept_of_document = np.bincount(document_of_sequence[keep], minlength=num_documents)
         return replace(
-            self,
-            tokens=self.tokens[np.repeat(keep, self.lengths)],
+            self._take_tokens(np.repeat(keep, self.lengths)),
             lengths=self.lengths[keep],
             documents=kept_of_document.astype(np.int64),
             modes=None if self.modes is None else self.modes[keep],
         )
+
+    def _take_tokens(self, keep: NDArray[np.bool_]) -> Tokens:
+        """Some of the tokens, with their columns; the caller sets the lengths that follow."""
+        columns = {name: values[keep] for name, values in self.columns.items()}
+        return replace(self, tokens=self.tokens[keep], columns=columns)
 
     def cut(self, max_tokens: int, end: int | None) -> Tokens:
         """Documents cut to at most `max_tokens`; one that ended with `end` still does."""
@@ -125,7 +136,7 @@ class Tokens:
         tokens_kept_before = offsets_of(is_kept)
         token_bounds = offsets_of(self.lengths)
         lengths = np.diff(tokens_kept_before[token_bounds]).astype(np.int32)
-        shortened = replace(self, tokens=self.tokens[is_kept], lengths=lengths)
+        shortened = replace(self._take_tokens(is_kept), lengths=lengths)
         # A sequence goes if the cut took all of it; one that was empty before stays.
         return shortened.take_sequences((lengths > 0) | (self.lengths == 0))
 
@@ -211,6 +222,10 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
         lengths=np.concatenate(lengths),
         documents=np.concatenate(documents),
         modes=np.concatenate(modes) if modes else None,
+        columns={
+            name: np.concatenate([part.columns[name] for part in parts])
+            for name in (parts[0].columns if parts else ())
+        },
         source_bytes=sum(part.source_bytes for part in parts),
         origins=concat_origins(origins) if origins else None,
     )

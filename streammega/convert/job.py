@@ -16,6 +16,8 @@ from streammega.convert.options import ConvertOptions, digest_of_json
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.convert.work_dir import WorkDir
+from streammega.dataset.column_reader import ColumnReader
+from streammega.dataset.columns import ColumnFile, StoredColumn, column_name
 from streammega.dataset.indexed import IndexedDataset
 from streammega.storage.etags import check_version
 
@@ -39,6 +41,8 @@ class Job:
     input_storage: StorageConfig = field(default_factory=StorageConfig)
     """The storage of the inputs."""
     tokenizer_digest: str = ""
+    columns: tuple[StoredColumn, ...] = ()
+    """What all inputs have for each token, without their objects."""
     segment_bytes: int = SEGMENT_BYTES
     """Token bytes after which a segment is written; what comes out in the end does not depend on
     it.
@@ -60,7 +64,8 @@ class ConvertSegment:
     """Documents of one pair: a segment that a unit wrote, or an input that passes as it is.
 
     name: of the pair in the work folder, or the input's. has_keep: whether a `.keep` file says which
-    documents are no duplicates. version: that of an input when the work was planned.
+    documents are no duplicates. version: that of an input when the work was planned. columns: those of
+    an input, with their objects.
     """
 
     name: str
@@ -69,6 +74,7 @@ class ConvertSegment:
     has_keep: bool = False
     is_input: bool = False
     version: str = ""
+    columns: Sequence[StoredColumn] = ()
 
     def prefix(self, job: Job) -> str:
         """The prefix of its pair."""
@@ -81,6 +87,14 @@ class ConvertSegment:
         if self.is_input:
             check_version(self.name, self.version, indexed.version)
         return indexed
+
+    def open_column(self, job: Job, number: int, indexed: IndexedDataset) -> ColumnReader:
+        """The values of the column of a number. indexed: its pair, opened."""
+        if self.is_input:
+            return indexed.read_column(self.columns[number])
+        column = job.columns[number]
+        file = ColumnFile(job.work_dir.file(column_name(self.name, column.name)))
+        return indexed.read_column(column._replace(files=[file]))
 
 
 @dataclass(kw_only=True)

@@ -311,12 +311,6 @@ def plan(
     files = find_inputs(inputs, input_storage, options, skipped_files, own_output)
     if not options.drop_columns:
         files = with_columns(files, input_storage)
-        if any(item.columns for item in files):
-            names = ", ".join(column.name for column in files[0].columns)
-            raise ConvertError(
-                f"{files[0].path}: has columns {names}, which a conversion does not carry along; leave "
-                "them out by --drop-columns"
-            )
     _check_packages(files, options)
     metadata = labels_of(files, options, tokenizer, input_storage)
     if tokenizer is None and options.eod_id is None:

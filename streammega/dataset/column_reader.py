@@ -13,7 +13,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.columns import ColumnFile, StoredColumn, column_named
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.derived_stores import ConcatStore
-from streammega.storage.store import Span
+from streammega.storage.store import Span, Store
 
 
 class ColumnReader:
@@ -32,15 +32,21 @@ class ColumnReader:
     ) -> None:
         column_named([column], column.name, dataset)
         self.column = column
-        self.key = f"{dataset}, column {column.name}"
         parts = []
+        # Not mapped: what is read once would stay in memory.
+        storage = storage.tuned(local_io="pread")
         for file, count in zip(column.files, tokens, strict=True):
             assert isinstance(file, ColumnFile)
             store, key = open_store(file.name, storage)
             info = ObjectInfo(key=key, size=count * column.token_bytes, etag=file.etag)
             parts.append((store, info))
-        self.store = ConcatStore(parts, self.key)
-        """All of them as one object; its key is `key`."""
+        self._store: Store
+        self._store, info = parts[0]
+        if len(parts) > 1:
+            self._store = ConcatStore(parts, f"{dataset}, column {column.name}")
+            info = self._store.info("")
+        self._key = info.key
+        self._etag = info.etag
 
     def read(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """The stored values of tokens [start, stop) of each span, uint8 [tokens, bytes of a token].
@@ -48,7 +54,8 @@ class ColumnReader:
         Raises ObjectChangedError for an object that changed since it was looked up, StorageError.
         """
         size = self.column.token_bytes
-        bodies = self.store.read(self.key, [(start * size, stop * size) for start, stop in spans])
+        spans = [(start * size, stop * size) for start, stop in spans]
+        bodies = self._store.read(self._key, spans, self._etag)
         return [np.frombuffer(body, np.uint8).reshape(-1, size) for body in bodies]
 
 

@@ -329,6 +329,10 @@ class IndexedDataset(Sequence["Item"]):
         column = next((column for column in self.columns if column.name == name), None)
         if column is None:
             raise ConfigError(f"{self.prefix}: has no column {name!r}; write it by a ColumnWriter")
+        return self.read_column(column)
+
+    def read_column(self, column: StoredColumn) -> ColumnReader:
+        """The same of a column that is known, with the objects of its shards."""
         tokens = [shard.tokens for shard in self._shards]
         return ColumnReader(column, tokens, self.storage, self.prefix)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.documents import Tokens, origins_in
 from streammega.convert.read.source import Input, Slice, Source
+from streammega.dataset.column_reader import ColumnReader
 from streammega.dataset.document_lookup import ShardDocuments, open_documents
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.provenance import DOCUMENT, DocumentOrigins, concat_origins
@@ -37,7 +38,11 @@ def read_pair(source: Source) -> Iterator[Tokens]:
     shards = open_documents(name, source.storage) if source.options.provenance else None
     documents = indexed.document_indices
     stop = len(documents) - 1 if piece.stop < 0 else piece.stop
-    for first_document, end_document in document_runs(indexed, piece.start, stop, RUN_BYTES):
+    readers = [indexed.read_column(column) for column in piece.input.columns]
+    token_bytes = indexed.dtype.itemsize
+    all_bytes = token_bytes + sum(column.token_bytes for column in piece.input.columns)
+    run_bytes = RUN_BYTES * token_bytes // all_bytes
+    for first_document, end_document in document_runs(indexed, piece.start, stop, run_bytes):
         first = int(documents[first_document])
         end = int(documents[end_document])
         lengths = np.asarray(indexed.sequence_lengths[first:end])
@@ -51,10 +56,24 @@ def read_pair(source: Source) -> Iterator[Tokens]:
             lengths=lengths,
             documents=np.diff(documents[first_document : end_document + 1]),
             modes=modes,
+            columns=_values_of(readers, sequence_spans(indexed, first, end), token_bytes),
             source_bytes=tokens.nbytes,
             origins=None if shards is None else _origins(shards, first_document, end_document),
         )
     check_local_version(name, piece.version, source.storage)
+
+
+def _values_of(
+    readers: Sequence[ColumnReader], spans: Sequence[Span], token_bytes: int
+) -> dict[str, NDArray[np.void]]:
+    """What columns have for tokens, by their names. spans: the bytes of these in the .bin."""
+    of_tokens = [(start // token_bytes, stop // token_bytes) for start, stop in spans]
+    values = {}
+    for reader in readers:
+        size = reader.column.token_bytes
+        stored = np.concatenate([np.empty((0, size), np.uint8), *reader.read(of_tokens)])
+        values[reader.column.name] = stored.view(f"V{size}")[:, 0]
+    return values
 
 
 def check_local_version(name: str, version: str, storage: StorageConfig) -> None:

@@ -104,6 +104,8 @@ class Destination:
                 prefixes = [self.url(shard.name) for shard in manifest.shards]
                 # Each `.idx` before all tokens: tokens without an `.idx` are no dataset.
                 files = [prefix + ending for ending in endings for prefix in prefixes]
+                of_columns = [file for column in manifest.columns for file in column.files]
+                files += [self.url(file.name) for file in of_columns if file]
             except ObjectNotFoundError:
                 version = ""
             except FormatError as error:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from streammega.convert.documents import Tokens, offsets_of
 from streammega.convert.job import ConvertSegment, Job
 from streammega.convert.options import ConvertOptions
+from streammega.dataset.column_reader import ColumnReader
 from streammega.dataset.indexed import IndexedDataset, document_tokens
 from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import GOLDEN, mix
@@ -65,6 +66,10 @@ class DocumentOrder:
         opened = self._parts[part].open(self._job)
         self._opened[part] = opened
         return opened
+
+    def open_column(self, part: int, number: int) -> ColumnReader:
+        """The values of a part for the column of a number."""
+        return self._parts[part].open_column(self._job, number, self.dataset(part))
 
     def order(self, portion: int) -> Portion:
         """Every document of a portion, in order."""

@@ -46,6 +46,7 @@ from streammega.convert.read.source import Input
 from streammega.convert.work_dir import PUBLISHING, WorkDir
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.shards import ShardLayout, ShardRecord
+from streammega.dataset.columns import StoredColumn, column_name
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import MANIFEST, split_name
 from streammega.dataset.opening import place_of
@@ -80,10 +81,17 @@ class Publisher:
     """Publishes one conversion. Every step may be interrupted and repeated.
 
     job: a digest of the inputs and the options. has_origins: whether shards have an `.origins`.
+    columns: the names of those that shards have.
     """
 
     def __init__(
-        self, destination: Destination, work_dir: WorkDir, job: str, *, has_origins: bool = False
+        self,
+        destination: Destination,
+        work_dir: WorkDir,
+        job: str,
+        *,
+        has_origins: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         self._destination = destination
         self._storage = destination.storage
@@ -91,6 +99,7 @@ class Publisher:
         # Origins come before the .idx, which makes a shard readable.
         self._last_endings = (ENDING, ".idx") if has_origins else (".idx",)
         self._has_origins = has_origins
+        self._column_endings = [column_name("", name) for name in columns]
         self._record = PublishRecord(job=job)
         self._version = ""
         """ETag of the manifest that was there at the start. The commit depends on it."""
@@ -180,7 +189,9 @@ class Publisher:
         records = dict(enumerate(shards))
         names = self._destination.shard_names(layout.names, self._record.mark)
         named = zip(manifest.shards, names, strict=True)
-        manifest = replace(manifest, shards=[shard._replace(name=name) for shard, name in named])
+        shards_named = [shard._replace(name=name) for shard, name in named]
+        columns = tuple(_with_names(column, names) for column in manifest.columns)
+        manifest = replace(manifest, shards=shards_named, columns=columns)
         self._check_unchanged()
         self._check_files(layout, records)
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
@@ -297,7 +308,7 @@ class Publisher:
         # Tokens without an .idx are no dataset, so each .idx comes last.
         moved = self._last_endings
         if not self._destination.is_remote:  # else they were written there
-            moved = (self._destination.suffix, *moved)
+            moved = (self._destination.suffix, *self._column_endings, *moved)
         progress.begin("publishing", len(names) * len(moved) + 1, " files")  # and the manifest
         if not self._has_origins and not self._record.mark:
             # Those of a dataset that was removed by hand would describe these documents.
@@ -314,13 +325,30 @@ class Publisher:
         destination = self._destination
         if not destination.is_remote:
             return manifest
-        endings = (destination.suffix, ".idx")
+        endings = (destination.suffix, ".idx", *self._column_endings)
         urls = [destination.url(shard.name + end) for shard in manifest.shards for end in endings]
         etags = parallel_map(lambda url: find_etag(url, self._storage), urls, MAX_LOOKUPS)
-        pairs = zip(manifest.shards, etags[0::2], etags[1::2], strict=True)
-        shards = [shard._replace(etag=etag, index_etag=index) for shard, etag, index in pairs]
+        etag_of = dict(zip(urls, etags, strict=True))
+
+        def etag(name: str) -> str:
+            """That of a file in the output's folder."""
+            return etag_of[destination.url(name)]
+
+        shards = [
+            shard._replace(
+                etag=etag(shard.name + destination.suffix), index_etag=etag(f"{shard.name}.idx")
+            )
+            for shard in manifest.shards
+        ]
+        columns = tuple(
+            column._replace(
+                files=[file and file._replace(etag=etag(file.name)) for file in column.files]
+            )
+            for column in manifest.columns
+        )
         seen_at = place_of(urls[0], self._storage)
-        return replace(manifest, shards=shards, seen_at=seen_at if all(etags) else "")
+        seen_at = seen_at if all(etags) else ""
+        return replace(manifest, shards=shards, columns=columns, seen_at=seen_at)
 
     def _commit(self, manifest: bytes) -> None:
         """Put the manifest, in a bucket on the condition that it has not changed since the start."""
@@ -339,3 +367,12 @@ class Publisher:
         # It may be this one that is there: the answer to a first try was lost.
         if not is_put and self._destination.manifest() != manifest:
             raise ConvertError(self._published_by_others())
+
+
+def _with_names(column: StoredColumn, shards: Sequence[str]) -> StoredColumn:
+    """A column with the names that its objects get. shards: those of its shards."""
+    files = [
+        file and file._replace(name=column_name(shard, column.name))
+        for file, shard in zip(column.files, shards, strict=True)
+    ]
+    return column._replace(files=files)

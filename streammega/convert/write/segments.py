@@ -35,6 +35,7 @@ from streammega.convert.write.document_order import (
     save_side,
     shuffle_keys,
 )
+from streammega.dataset.columns import column_name
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
 from streammega.dataset.provenance import ENDING, ProvenanceWriter
 from streammega.dataset.writer import IndexedDatasetWriter
@@ -126,6 +127,7 @@ class SegmentWriter:
         self._held.append(chosen)
         self._numbers.append(numbers[is_kept])
         self._held_bytes += chosen.tokens.nbytes
+        self._held_bytes += sum(values.nbytes for values in chosen.columns.values())
         if self._held_bytes >= self._job.segment_bytes:
             self.flush()
 
@@ -166,6 +168,10 @@ class SegmentWriter:
             record.files[name + SIDE] = save_side(job, name, rows)
         if options.provenance:
             record.files[name + ENDING] = _save_origins(job, name, batch)
+        for column, values in batch.columns.items():
+            file = column_name(name, column)
+            job.work_dir.write(file, values.tobytes())
+            record.files[file] = values.nbytes
         multimodal = batch.modes is not None
         prefix = job.work_dir.file(name)
         with IndexedDatasetWriter(prefix, dtype, multimodal, job.work_dir.storage) as writer:

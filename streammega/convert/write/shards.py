@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 
@@ -22,10 +22,13 @@ from streammega.convert.options import digest_of_json
 from streammega.convert.read.megatron import dataset_name
 from streammega.convert.read.source import Input
 from streammega.convert.tokenize.encode import eod_of
+from streammega.convert.write.columns import stretches_of, write_column
 from streammega.convert.write.copy import copy_in_order, copy_shuffled
 from streammega.convert.write.destination import Destination
 from streammega.convert.write.document_order import DocumentOrder, Portion
 from streammega.convert.write.packing import PackingStats, write_packed
+from streammega.dataset.checksums import ChecksummedWriter
+from streammega.dataset.columns import ColumnFile, StoredColumn, column_name
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Shard
 from streammega.dataset.names import SUFFIXES, shard_name
@@ -139,7 +142,13 @@ def segments_of_inputs(inputs: Sequence[Input], storage: StorageConfig) -> list[
         indexed = IndexedDataset(name, storage)
         documents = len(indexed.document_indices) - 1
         segments.append(
-            ConvertSegment(name=name, documents=documents, is_input=True, version=indexed.version)
+            ConvertSegment(
+                name=name,
+                documents=documents,
+                is_input=True,
+                version=indexed.version,
+                columns=item.columns,
+            )
         )
     return segments
 
@@ -204,7 +213,7 @@ class ShardRecord:
 
     digest: that of its layout. files: those in the work folder, and their sizes. packing: what
     packing made of its documents. origins: the checksum of its provenance; ids: how many of its
-    documents have an id.
+    documents have an id. columns: the bytes and checksums of the object of each column, by its name.
     """
 
     digest: str
@@ -213,12 +222,24 @@ class ShardRecord:
     packing: PackingStats | None = None
     origins: str = ""
     ids: int = 0
+    columns: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
 
     def sizes(self, suffix: str) -> dict[str, int]:
         """The bytes of all its files by their endings. suffix: that of the tokens."""
         names = {os.path.basename(name): size for name, size in self.files.items()}
         endings = {name.removeprefix(self.shard.name): size for name, size in names.items()}
-        return endings | {suffix: self.shard.bytes}
+        of_columns = {column_name("", name): size for name, (size, _) in self.columns.items()}
+        return endings | of_columns | {suffix: self.shard.bytes}
+
+
+def column_of_shards(column: StoredColumn, shards: Sequence[ShardRecord]) -> StoredColumn:
+    """A column with its objects, which have the plain names of their shards."""
+    files = []
+    for record in shards:
+        _, checksums = record.columns[column.name]
+        name = column_name(record.shard.name, column.name)
+        files.append(ColumnFile(name, checksums=checksums))
+    return column._replace(files=files)
 
 
 def read_shards(job: Job, layout: ShardLayout) -> dict[int, ShardRecord]:
@@ -265,6 +286,13 @@ def write_shard(
     files = {f"{work_name}.idx": writer.index.size}
     if layout.targets[number] == job.work_dir.file(work_name):
         files[work_name + SUFFIXES[options.format]] = writer.stored.size
+    columns = {}
+    for column, kind in enumerate(job.columns):
+        url = column_name(layout.targets[number], kind.name)
+        stored = _write_column(job, layout, number, column, url)
+        columns[kind.name] = (stored.size, stored.checksums)
+        if url == job.work_dir.file(column_name(work_name, kind.name)):
+            files[column_name(work_name, kind.name)] = stored.size
     origins = ""
     ids = 0
     if options.provenance:
@@ -293,12 +321,27 @@ def write_shard(
         packing=packing,
         origins=origins,
         ids=ids,
+        columns=columns,
     )
     job.work_dir.replace_record(
         _record_name(number), asdict(record) | {"shard": record.shard._asdict()}
     )
     report(copied)
     return record
+
+
+def _write_column(
+    job: Job, layout: ShardLayout, number: int, column: int, url: str
+) -> ChecksummedWriter:
+    """The writer of the object of a column, which is written."""
+    documents = DocumentOrder(job, layout.parts, layout.buckets)
+
+    def write() -> ChecksummedWriter:
+        portions = _portions_of_shard(documents, layout, number)
+        stretches = stretches_of(documents, portions, job.options)
+        return write_column(job, column, documents, stretches, url)
+
+    return write_again(*open_store(url, job.storage), write)
 
 
 def _write_tokens(
