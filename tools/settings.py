@@ -17,7 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from streammega.config import (  # noqa: E402  # the package beside this file
+from streammega.config import (
+    Column,  # the package beside this file
     DataConfig,
     FieldsConfig,
     PhaseConfig,
@@ -40,6 +41,7 @@ A run file has `[data]`, `[data.storage]`, `[model]`, `[parallel]` and `[train]`
 SECTIONS: dict[type, str] = {
     FieldsConfig: "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
     DataConfig: "`[data]`, what is read and in which order: `DataConfig`",
+    Column: "`[data.columns.NAME]`, what travels with the tokens: `Column`",
     PhaseConfig: "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
     StorageConfig: "`[data.storage]`, how bytes are fetched: `StorageConfig`",
     ModelConfig: "`[model]`: `ModelConfig`",

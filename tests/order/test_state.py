@@ -270,7 +270,7 @@ MAY_CHANGE = {
     # what batches hold of their tokens
     *("eod_id", "pad_id", "allow_ambiguous_pad_tokens", "eod_mask_loss", "reset_position_ids"),
     *("reset_attention_mask", "inter_document_masking"),
-    *("mask_loss_by_mode", "fields"),
+    *("mask_loss_by_mode", "fields", "columns"),
     # what is checked, and where data and indices are
     *("vocab_size", "allow_mixed_tokenizers", "index_publish_url"),
     *("storage", "storage_by_prefix", "_manifests"),
