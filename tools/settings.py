@@ -17,8 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from streammega.config import (
-    Column,  # the package beside this file
+from streammega.config import (  # noqa: E402  # the package beside this file
+    Column,
     DataConfig,
     FieldsConfig,
     PhaseConfig,
