@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from streammega import Column, ColumnWriter, DataConfig, StorageConfig, StreamLoader
@@ -34,6 +34,7 @@ from tests.support.builders import write_lengths, write_manifest
 from tests.support.column_runs import (
     Run,
     check_published,
+    starts_of,
     values_of,
     write_alone,
     write_on_ranks,
@@ -128,6 +129,7 @@ def test_every_value_is_that_of_its_token(
         f"c{number}": Column(dtype, width, fill=fill, align=align)
         for number, align in enumerate(aligns)
     }
+    event(kind)
     run = Run(config, columns, 12, save_every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(column_publish, "READ_BYTES", read_bytes)
@@ -303,6 +305,7 @@ def test_a_job_that_was_killed_at_its_end_publishes_by_the_same_program(
 ) -> None:
     columns = {"x": Column("int32")}
     sizes: Any = {"micro_batch_size": 2, "global_batch_size": 8}
+    starts = starts_of(config)
 
     def program(state: Any) -> Any:
         with StreamLoader(config, **sizes, last="pad") as loader:
@@ -312,7 +315,7 @@ def test_a_job_that_was_killed_at_its_end_publishes_by_the_same_program(
             position = loader.consumed_samples
             for _ in loader:
                 samples = loader.dataset.sample_ids(position)
-                writer.write({"x": values_of(columns["x"], samples, LENGTH)})
+                writer.write({"x": values_of(columns["x"], samples, starts, LENGTH)})
                 position = loader.consumed_samples
                 state = writer.state_dict()
             with suppress(Killed):

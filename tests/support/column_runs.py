@@ -29,38 +29,44 @@ from tests.support.columns import hashed
 Columns = Mapping[str, Column]
 
 
-def values_of(column: Column, samples: NDArray[np.int64], length: int) -> torch.Tensor:
+def starts_of(config: DataConfig) -> NDArray[np.int64]:
+    """The token with which each sample begins, by the `.idx` alone: in bins, that of its bin."""
+    (name,) = config.blend  # type: ignore[misc]
+    indexed = IndexedDataset(str(name), config.storage)
+    if indexed.bin_tokens is not None:
+        return indexed.bin_offsets() // indexed.dtype.itemsize
+    tokens = int(indexed.sequence_lengths.sum(dtype=np.int64)) - config.add_extra_token
+    return np.arange(tokens // config.sequence_length) * config.sequence_length
+
+
+def values_of(
+    column: Column, samples: NDArray[np.int64], starts: NDArray[np.int64], length: int
+) -> torch.Tensor:
     """What a teacher gives for samples, [samples, length, width]: that of the token which is the label,
     also where there is none.
     """
     shift = 0 if column.align == "tokens" else 1
-    place = samples[:, None] * length + np.arange(length) + shift
-    values = torch.from_numpy(hashed(place, column)).view(getattr(torch, column.dtype))
-    return values
+    first = np.append(starts, np.zeros(1000, np.int64))[samples]
+    place = first[:, None] + np.arange(length) + shift
+    return torch.from_numpy(hashed(place, column)).view(getattr(torch, column.dtype))
 
 
 def written_tokens(config: DataConfig, align: str | None) -> NDArray[np.bool_]:
     """Whether each token of a dataset is one whose value a writer stores, by the `.idx` alone."""
     (name,) = config.blend  # type: ignore[misc]
     indexed = IndexedDataset(str(name), config.storage)
-    length = config.sequence_length
-    tokens = sum(shard.tokens for shard in indexed.manifest.shards)
-    place = np.arange(tokens)
+    is_listed = np.zeros(sum(shard.tokens for shard in indexed.manifest.shards) + 1, bool)
+    offsets = indexed.sequence_offsets // indexed.dtype.itemsize
+    for start, size in zip(offsets.tolist(), indexed.sequence_lengths.tolist(), strict=True):
+        is_listed[start : start + size] = True
     has_extra = config.add_extra_token and indexed.bin_tokens is None
-    if indexed.bin_tokens is None:
-        samples = (tokens - has_extra) // length
-        is_there = place < samples * length + has_extra
-    else:
-        is_there = np.zeros(tokens, bool)
-        starts = indexed.sequence_offsets // indexed.dtype.itemsize
-        for start, size in zip(starts, indexed.sequence_lengths, strict=True):
-            is_there[start : start + size] = True
-    if align == "tokens":
-        return is_there & (place < samples * length) if has_extra else is_there
-    if has_extra:
-        return is_there & (place > 0)
-    result: NDArray[np.bool_] = is_there & (place % length > 0)
-    return result
+    is_written = np.zeros(len(is_listed), bool)
+    for start in starts_of(config).tolist():
+        first = start + (align != "tokens")
+        is_written[first : start + config.sequence_length + (has_extra and align != "tokens")] = (
+            True
+        )
+    return (is_listed & is_written)[:-1]
 
 
 def check_published(config: DataConfig, columns: Columns) -> Manifest:
@@ -109,6 +115,7 @@ class Run:
         self.columns = columns
         self.global_batch_size = global_batch_size
         self.save_every = save_every
+        self.starts = starts_of(config)
         self.state: dict[str, Any] | None = None
 
     @contextmanager
@@ -141,7 +148,12 @@ class Run:
             return False
         length = self.config.sequence_length
         samples = loader.dataset.sample_ids(position)
-        writer.write({name: values_of(one, samples, length) for name, one in self.columns.items()})
+        writer.write(
+            {
+                name: values_of(one, samples, self.starts, length)
+                for name, one in self.columns.items()
+            }
+        )
         return True
 
     def go(self, ranks: int, steps: int = 1 << 30, **options: Any) -> bool:
