@@ -114,7 +114,7 @@ bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py m
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 	echo "torch==2.13.0" > .venv-bench/constraints.txt
-	for peer in -e.[convert,metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
+	for peer in -e.[convert,metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]' datasets grain; do \
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
 
 bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half an hour; after bench-peers (BENCH="--figures stalls": ten minutes of waits)
