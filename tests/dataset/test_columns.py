@@ -29,6 +29,7 @@ def pair(tmp_path: Path) -> str:
     )
 
 
+@pytest.mark.guarantee("columns-in-no-state")
 def test_a_pair_gets_a_manifest_by_its_first_column_and_stays_what_it_was(pair: str) -> None:
     (before,) = open_manifests([pair], STORAGE)
     add_column(pair, "weight", Column("float16"))
@@ -39,6 +40,7 @@ def test_a_pair_gets_a_manifest_by_its_first_column_and_stays_what_it_was(pair: 
     assert [column.token_bytes for column in after.columns] == [2, 32]
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 @pytest.mark.parametrize("fill", [-math.inf, math.inf, 0, -1.5])
 def test_a_fill_is_read_as_it_was_written(pair: str, fill: float) -> None:
     add_column(pair, "scores", Column("float32", 3, fill=fill, align="tokens"))
@@ -47,6 +49,7 @@ def test_a_fill_is_read_as_it_was_written(pair: str, fill: float) -> None:
     assert (column.fill, column.align, column.width) == (fill, "tokens", 3)
 
 
+@pytest.mark.guarantee("columns-not-fetched-unasked")
 def test_only_columns_that_are_wanted_are_looked_up(pair: str) -> None:
     add_column(pair, "weight", Column("float16"))
     add_column(pair, "teacher_ids", Column("uint16", 16))
@@ -63,6 +66,7 @@ def test_only_columns_that_are_wanted_are_looked_up(pair: str) -> None:
         open_manifests([pair], STORAGE, columns=["teacher_ids"])
 
 
+@pytest.mark.guarantee("columns-refused-by-name")
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_column_of_another_length_than_the_tokens_is_refused(pair: str, change: int) -> None:
     add_column(pair, "weight", Column("float16"))
@@ -74,6 +78,7 @@ def test_a_column_of_another_length_than_the_tokens_is_refused(pair: str, change
         open_manifests([pair], STORAGE, columns=["weight"])
 
 
+@pytest.mark.guarantee("columns-refused-by-name")
 @pytest.mark.parametrize(
     "wrong",
     [{"dtype": "float12"}, {"width": 0}, {"width": 1.5}, {"align": "left"}, {"fill": "x"}, {"files": []},
@@ -110,6 +115,7 @@ def test_a_copy_has_its_columns(pair: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.guarantee("columns-refused-by-name")
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

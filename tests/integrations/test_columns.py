@@ -38,6 +38,7 @@ def check_first(batches: Any, config: DataConfig) -> None:
         check_batch(batch, dataset, consumed, columns=COLUMNS)
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_accelerate(config: DataConfig) -> None:
     from streammega.integrations.accelerate import StreamDataLoader
 
@@ -47,6 +48,7 @@ def test_accelerate(config: DataConfig) -> None:
         loader.close()
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchdata_stateful(config: DataConfig, workers: int) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
@@ -55,6 +57,7 @@ def test_torchdata_stateful(config: DataConfig, workers: int) -> None:
     check_first(loader, config)
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_lightning(config: DataConfig) -> None:
     lightning = pytest.importorskip("pytorch_lightning")
     from streammega.integrations.lightning import StreamDataModule
@@ -87,6 +90,7 @@ def test_lightning(config: DataConfig) -> None:
     check_first(seen, config)
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_megatrons_builder_by_a_class_attribute(config: DataConfig, tmp_path: Path) -> None:
     from megatron.core.datasets.utils import Split
 
@@ -109,6 +113,7 @@ def test_megatrons_builder_by_a_class_attribute(config: DataConfig, tmp_path: Pa
     assert together["teacher"].shape == (2, 16, 3)
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_our_trainer(config: DataConfig, tmp_path: Path) -> None:
     """Its loss is of tokens alone; who changes its loop has the columns of the last stage."""
     assert config.blend is not None

@@ -107,6 +107,7 @@ def check_all(loader: StreamLoader, local: Callable[[str], str] = str, steps: in
             check_batch(next(loader), loader.dataset, consumed, columns=COLUMNS, local=local)
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 @pytest.mark.parametrize("memory_bytes", [600_000, 40_000_000], ids=["no-room", "blocks"])
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 @pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
@@ -126,6 +127,7 @@ def test_batches_of_buckets_have_the_values_of_their_tokens(
         assert torch.equal(batch[name].view(torch.uint8), field.view(torch.uint8)), name
 
 
+@pytest.mark.guarantee("columns-no-room")
 def test_blocks_are_chosen_by_column(server: Running, bucket: str) -> None:
     """The widest is read a sample a request where its blocks have no room; ids still are in blocks."""
 
@@ -167,6 +169,7 @@ def test_reads_of_a_group_come_file_by_file(server: Running, bucket: str) -> Non
     assert len(submitted) > 4 * 2
 
 
+@pytest.mark.guarantee("columns-not-fetched-unasked")
 @pytest.mark.parametrize("columns", [[], ["weight"]])
 def test_only_what_is_asked_for_is_fetched_and_no_more_of_it_than_of_ids(
     server: Running, bucket: str, columns: list[str]
@@ -189,6 +192,7 @@ def test_only_what_is_asked_for_is_fetched_and_no_more_of_it_than_of_ids(
     assert fetched(columns) / alone == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 def test_the_page_cache_keeps_columns_too(server: Running, bucket: str, tmp_path: Path) -> None:
     storage = storage_of(server, "obstore").changed(
         memory_bytes=40_000_000, cache_dir=tmp_path / "cache", cache_max_bytes=1 << 26
@@ -204,6 +208,7 @@ def test_the_page_cache_keeps_columns_too(server: Running, bucket: str, tmp_path
         next(iter(again))
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_send_columns(folder: Path, method: str) -> None:
     dataset = StreamingDataset(config_of(folder), **SIZES)
@@ -214,6 +219,7 @@ def test_workers_send_columns(folder: Path, method: str) -> None:
         check_batch(batch, dataset, number * 2, columns=COLUMNS)
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 def test_a_copy_and_a_pickle_of_a_loader_that_has_read_read_the_same(folder: Path) -> None:
     loader = StreamLoader(config_of(folder), **SIZES)
     next(loader)
@@ -223,6 +229,7 @@ def test_a_copy_and_a_pickle_of_a_loader_that_has_read_read_the_same(folder: Pat
             check_batch(next(other), other.dataset, 2, columns=COLUMNS)
 
 
+@pytest.mark.guarantee("columns-in-no-state")
 def test_columns_are_in_no_state(folder: Path) -> None:
     with StreamLoader(config_of(folder), **SIZES) as loader:
         for _ in range(5):
@@ -236,6 +243,7 @@ def test_columns_are_in_no_state(folder: Path) -> None:
         check_batch(next(other), other.dataset, 10, columns={"teacher": COLUMNS["teacher"]})
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 @pytest.mark.parametrize("on_device", [False, True])
 def test_batches_of_ids_have_them_too(folder: Path, on_device: bool) -> None:
     with StreamLoader(config_of(folder), ids_only=True, **SIZES) as loader:
@@ -246,6 +254,7 @@ def test_batches_of_ids_have_them_too(folder: Path, on_device: bool) -> None:
     assert raw["weight"].dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 @pytest.mark.parametrize(
     "layout",
     [ParallelLayout(tp=2, cp=2, pp=2), ParallelLayout(cp=2, dp=2), ParallelLayout(tp=2, pp=2)],
@@ -275,6 +284,7 @@ def test_ranks_have_the_parts_that_they_keep(
             assert "logprobs" in batch
 
 
+@pytest.mark.guarantee("columns-values-of-tokens")
 def test_a_phase_reads_them_at_its_length(folder: Path) -> None:
     from streammega import PhaseConfig
 
@@ -282,6 +292,7 @@ def test_a_phase_reads_them_at_its_length(folder: Path) -> None:
     check_all(StreamLoader(config_of(folder, phases=[phase]), **SIZES), steps=10)
 
 
+@pytest.mark.guarantee("columns-replaced")
 def test_a_column_that_is_replaced_is_refused_by_its_version(
     server: Running, bucket: str, tmp_path: Path
 ) -> None:
@@ -298,6 +309,7 @@ def test_a_column_that_is_replaced_is_refused_by_its_version(
             pass
 
 
+@pytest.mark.guarantee("columns-refused-by-name")
 def test_wrong_data_is_refused_by_name(folder: Path) -> None:
     def opened(**settings: Any) -> StreamLoader:
         return StreamLoader(config_of(folder, **settings), **SIZES)
@@ -325,6 +337,7 @@ def test_wrong_data_is_refused_by_name(folder: Path) -> None:
         opened(columns=["logprobs"])
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_what_has_no_place_for_columns_says_so(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder)
     fields = FieldsConfig(sequence_length=LENGTH)
@@ -343,6 +356,7 @@ def test_what_has_no_place_for_columns_says_so(folder: Path, tmp_path: Path) -> 
     assert batch_fields(np.zeros((1, LENGTH + 1), np.int64), None, fields)
 
 
+@pytest.mark.guarantee("columns-other-trainers")
 def test_the_inputs_of_transformers_have_them(folder: Path) -> None:
     batch = StreamingDataset(config_of(folder), **SIZES).batch(0)
     inputs = causal_lm_batch(batch)
@@ -350,12 +364,14 @@ def test_the_inputs_of_transformers_have_them(folder: Path) -> None:
     assert "loss_mask" not in inputs
 
 
+@pytest.mark.guarantee("columns-refused-by-name")
 def test_a_manifest_that_is_damaged_is_an_error_of_streammega(folder: Path) -> None:
     change_entry(folder / "web", "teacher", {"width": "four"})
     with pytest.raises(StreammegaError, match=r"web\.manifest\.json"):
         StreamLoader(config_of(folder), **SIZES)
 
 
+@pytest.mark.guarantee("columns-no-room")
 @pytest.mark.parametrize(("memory_bytes", "told"), [(1 << 30, False), (20_000, True)])
 def test_order_report_names_columns_whose_blocks_have_no_room(
     folder: Path, memory_bytes: int, told: bool

@@ -73,7 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
-@pytest.mark.guarantee("batches-by-numpy")
+@pytest.mark.guarantee("batches-by-numpy", "columns-values-of-tokens")
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     order=st.sampled_from(["stream", "megatron", "sequential"]),

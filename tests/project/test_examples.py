@@ -207,3 +207,17 @@ def test_a_student_learns_from_stored_logits_what_it_learns_online(
     assert [*losses] == [*expected] == [*range(12)]
     assert min(losses_of(after)) in (4, 8), "it goes on after its last state"
     np.testing.assert_allclose([*losses.values()], [*expected.values()], rtol=2e-3)
+
+
+@pytest.mark.guarantee("columns-weights-of-one")
+def test_weights_of_one_give_the_plain_loss_and_others_leave_tokens_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {}
+    for column in ("plain", "ones", "selected"):
+        (tmp_path / column).mkdir()
+        printed = run(tmp_path / column, "weights.py", 1, monkeypatch, column)
+        losses[column] = list(losses_of(printed).values())
+        assert len(losses[column]) == 4, printed
+    assert losses["ones"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["selected"][-1] < losses["plain"][-1] / 10, "noise has no weight"

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import streammega
 from streammega.cli.main import main
@@ -92,6 +93,17 @@ def test_the_loops_of_the_page_run(tmp_path: Path) -> None:
     names["loader"].close()
     assert names["state"]["consumed_samples"] == 160 + 10 * 4
     assert tuple(names["batch"]["tokens"].shape) == (4, 64)
+
+
+@pytest.mark.guarantee("first-pages-run")
+@pytest.mark.usefixtures("_bucket")
+def test_the_columns_of_the_page_are_written_and_read(tmp_path: Path) -> None:
+    write_dataset("s3://bucket/web", [np.arange(n) for n in range(200, 300)])
+    blocks = BLOCK.findall((DOCS / "columns.md").read_text())
+    (tmp_path / "program.py").write_text("\n".join(body for _, _, body in blocks))
+    batch = runpy.run_path("program.py")["batch"]
+    assert batch["teacher_ids"].dtype == torch.uint16
+    assert bool((batch["teacher_logprobs"] < 0).all())
 
 
 def megatron_pair(folder: Path) -> None:
@@ -223,6 +235,7 @@ def test_settings_files_and_pods_of_the_pages_are_parsed(page: str) -> None:
 
 TESTED_IN = {
     "README.md": "project/test_readme.py",
+    "columns.md": "project/test_page_programs.py",
     "coming-from.md": "project/test_page_programs.py",
     "loops.md": "project/test_page_programs.py",
     "phases.md": "loading/test_phased_runs.py",
