@@ -331,9 +331,10 @@ class Conversion:
         for number in self.publisher.missing_shards(layout, done):
             del done[number]
         numbers = [number for number in range(layout.num_shards) if number not in done]
-        itemsize = np.dtype(layout.dtype).itemsize
+        token_bytes = np.dtype(layout.dtype).itemsize
+        token_bytes += sum(column.token_bytes for column in job.columns)
         self.progress.begin(
-            "writing shards", layout.tokens * itemsize * len(numbers) // layout.num_shards
+            "writing shards", layout.tokens * token_bytes * len(numbers) // layout.num_shards
         )
         # Fewer shards than workers would leave some of these idle, so several threads copy into
         # each. A cluster gives every task one core.

@@ -90,9 +90,10 @@ class ConvertSegment:
 
     def open_column(self, job: Job, number: int, indexed: IndexedDataset) -> ColumnReader:
         """The values of the column of a number. indexed: its pair, opened."""
-        if self.is_input:
-            return indexed.read_column(self.columns[number])
         column = job.columns[number]
+        if self.is_input:
+            of_name = {column.name: column for column in self.columns}
+            return indexed.read_column(of_name[column.name])
         file = ColumnFile(job.work_dir.file(column_name(self.name, column.name)))
         return indexed.read_column(column._replace(files=[file]))
 

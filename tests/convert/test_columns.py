@@ -178,8 +178,9 @@ def put_sequences(
             first += sum(lengths)
         for document in copied or ():
             writer.add_document(document, [len(document)], [0])
-    for name, column in COLUMNS.items():
-        add_column(prefix, name, column, shards=[number])
+    # Their order differs from one dataset to the next.
+    for name in list(COLUMNS)[:: -1 if number % 2 else 1]:
+        add_column(prefix, name, COLUMNS[name], shards=[number])
     return str(prefix)
 
 

@@ -25,8 +25,6 @@ from streammega.convert.write.document_order import (
 from streammega.convert.write.packing import pack, windows_of
 from streammega.dataset.checksums import ChecksummedWriter
 from streammega.dataset.column_reader import ColumnReader, stored_value
-from streammega.storage import open_store
-from streammega.storage.store import atomic_writer
 
 
 class Stretches(NamedTuple):
@@ -89,11 +87,13 @@ def _end_to_end(documents: DocumentOrder, portion: Portion) -> Stretches:
 
 
 def write_column(
-    job: Job, number: int, documents: DocumentOrder, stretches: Iterable[Stretches], url: str
-) -> ChecksummedWriter:
-    """Write the object of a shard for the column of a number. Returns its writer, for size and
-    checksums.
-    """
+    job: Job,
+    number: int,
+    documents: DocumentOrder,
+    stretches: Iterable[Stretches],
+    writer: ChecksummedWriter,
+) -> Iterator[int]:
+    """Write the object of a shard for the column of a number. Yields bytes as they are written."""
     column = job.columns[number]
     dtype = np.dtype(f"V{column.token_bytes}")
     fill = np.frombuffer(stored_value(column.dtype, column.fill) * column.width, dtype)
@@ -108,15 +108,12 @@ def write_column(
             opened[part] = documents.open_column(part, number)
         return opened[part]
 
-    store, key = open_store(url, job.storage)
-    with atomic_writer(store, key) as inner:
-        writer = ChecksummedWriter(inner)
-        for group in stretches:
-            for chunk in _chunks(group, tokens_at_once):
-                out = np.repeat(fill, chunk.tokens)
-                _fill(out, chunk, reader_of)
-                writer.write(out.view(np.uint8).data)
-    return writer
+    for group in stretches:
+        for chunk in _chunks(group, tokens_at_once):
+            values = np.repeat(fill, chunk.tokens)
+            _fill(values, chunk, reader_of)
+            writer.write(values.view(np.uint8).data)
+            yield values.nbytes
 
 
 def _chunks(stretches: Stretches, tokens_at_once: int) -> Iterator[Stretches]:

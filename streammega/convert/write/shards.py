@@ -43,7 +43,7 @@ from streammega.errors import ConvertError
 from streammega.storage import open_store
 from streammega.storage.backends.remote import with_part_bytes_for
 from streammega.storage.progress import Progress
-from streammega.storage.store import write_again
+from streammega.storage.store import atomic_writer, write_again
 
 Place = tuple[int, int]
 """(portion, document of it) in the final order."""
@@ -289,7 +289,7 @@ def write_shard(
     columns = {}
     for column, kind in enumerate(job.columns):
         url = column_name(layout.targets[number], kind.name)
-        stored = _write_column(job, layout, number, column, url)
+        stored = _write_column(job, layout, number, documents, column, writer.num_tokens, progress)
         columns[kind.name] = (stored.size, stored.checksums)
         if url == job.work_dir.file(column_name(work_name, kind.name)):
             files[column_name(work_name, kind.name)] = stored.size
@@ -331,17 +331,34 @@ def write_shard(
 
 
 def _write_column(
-    job: Job, layout: ShardLayout, number: int, column: int, url: str
+    job: Job,
+    layout: ShardLayout,
+    number: int,
+    documents: DocumentOrder,
+    column: int,
+    tokens: int,
+    progress: Progress,
 ) -> ChecksummedWriter:
-    """The writer of the object of a column, which is written."""
-    documents = DocumentOrder(job, layout.parts, layout.buckets)
+    """The writer of the object of a column for a shard of so many tokens, which is written."""
+    kind = job.columns[column]
+    storage = with_part_bytes_for(job.storage, tokens * kind.token_bytes)
+    store, key = open_store(column_name(layout.targets[number], kind.name), storage)
+    reported = 0
 
     def write() -> ChecksummedWriter:
+        """Progress hears nothing about what is written again."""
+        nonlocal reported
         portions = _portions_of_shard(documents, layout, number)
         stretches = stretches_of(documents, portions, job.options)
-        return write_column(job, column, documents, stretches, url)
+        with atomic_writer(store, key) as inner:
+            writer = ChecksummedWriter(inner)
+            for _ in write_column(job, column, documents, stretches, writer):
+                if writer.size > reported:
+                    progress(writer.size - reported, 0)
+                    reported = writer.size
+        return writer
 
-    return write_again(*open_store(url, job.storage), write)
+    return write_again(store, key, write)
 
 
 def _write_tokens(
