@@ -23,11 +23,13 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.write import columns as write_columns
+from streammega.convert.write import publish
 from streammega.convert.write.gc import find_leftovers
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage import open_store
+from streammega.storage.backends.local import LocalWriter
 from tests.support.builders import write_dataset
 from tests.support.columns import SALT, add_column, change_entry, hashed
 
@@ -304,3 +306,50 @@ def test_columns_go_to_a_bucket_and_back(
     now = {info.key.rpartition("/")[2] for info in store.list(key.removesuffix("web/"))}
     assert not now & before
     assert verify(url, s3_storage, columns=True).problems == []
+
+
+class KilledError(BaseException):
+    """The end of a process."""
+
+
+def test_a_conversion_that_is_killed_at_any_write_goes_on_to_the_same_bytes(
+    pair: str, tmp_path: Path
+) -> None:
+    other = put(tmp_path / "in" / "code", 1, [4, 4])
+    options: Any = {"workers": 1, "shuffle_seed": 3, "shard_bytes": 40}
+
+    def run(folder: Path, kill_at: int) -> int:
+        """Convert, and end at the write of a number. Returns how many of these there were."""
+        writes = 0
+
+        def counted(function: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                nonlocal writes
+                writes += 1
+                if writes == kill_at:
+                    raise KilledError
+                return function(*arguments)
+
+            return call
+
+        commit = counted(LocalWriter.commit)
+        move = counted(publish.move_or_copy)
+        with (
+            patch.object(LocalWriter, "commit", commit),
+            patch.object(publish, "move_or_copy", move),
+        ):
+            convert([pair, other], folder / "out", **options)
+        return writes
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    writes = run(tmp_path / "whole", 0)
+    whole = files(tmp_path / "whole")
+    assert writes > 40
+    for kill_at in range(1, writes + 1, 4):
+        folder = tmp_path / f"killed{kill_at}"
+        with pytest.raises(KilledError):
+            run(folder, kill_at)
+        run(folder, 0)
+        assert files(folder) == whole, kill_at
