@@ -28,7 +28,7 @@ from streammega.convert.write.gc import find_leftovers
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
-from streammega.storage import open_store
+from streammega.storage import object_ops, open_store
 from streammega.storage.backends.local import LocalWriter
 from tests.support.builders import write_dataset
 from tests.support.columns import SALT, add_column, change_entry, hashed
@@ -333,7 +333,7 @@ def test_a_conversion_that_is_killed_at_any_write_goes_on_to_the_same_bytes(
             return call
 
         commit = counted(LocalWriter.commit)
-        move = counted(publish.move_or_copy)
+        move = counted(object_ops.move_or_copy)
         with (
             patch.object(LocalWriter, "commit", commit),
             patch.object(publish, "move_or_copy", move),
