@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -21,9 +22,11 @@ TAKEN = {DEFAULT, "ids", "valid", "has_loss", "cu_seqlens_whole", *FIELDS}
 """Names that batches use otherwise."""
 STAGES = {"last": [LAST], "both": [FIRST, MIDDLE, LAST]}
 """The pipeline stages that get a column, by the setting."""
-MAX_EXACT = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38,
-             "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # fmt: skip
-"""The largest finite value of each dtype that has less range than Python's float."""
+LARGEST = {
+    "float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": sys.float_info.max,
+    "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0,
+}  # fmt: skip
+"""The largest finite value of each dtype of floats."""
 
 
 @refuse_unknown
@@ -76,19 +79,16 @@ class Column:
 
 def check_value(dtype: str, value: float, name: str) -> None:
     """Raise ConfigError for a number that a dtype cannot hold."""
-    fits = True
     if "int" in dtype:
         bits = 8 * ITEMSIZES[dtype]
-        low, high = (
-            (0, 2**bits - 1) if dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        )
-        fits = math.isfinite(value) and value == int(value) and low <= value <= high
-    elif math.isinf(value):
+        low = 0 if dtype[0] == "u" else -(2 ** (bits - 1))
+        fits = low <= value < low + 2**bits and value == int(value)
+    elif math.inf in (value, -value):
         fits = dtype != "float8_e4m3fn"  # which has no infinity
-    elif math.isfinite(value):
-        fits = abs(value) <= MAX_EXACT.get(dtype, math.inf)
+    else:
+        fits = value != value or abs(value) <= LARGEST[dtype]
     if not fits:
-        raise ConfigError(f"{name} is {value}, which {dtype} cannot hold")
+        raise ConfigError(f"{name} is {str(value)[:24]}, which {dtype} cannot hold")
 
 
 def check_name(name: Any, what: str = "columns") -> None:
