@@ -17,13 +17,22 @@ DTYPES = [name for name in ITEMSIZES if name != "bool"]
 """Those of columns, which are stored little-endian."""
 MAX_WIDTH = 1 << 16
 """Most values of a token."""
-NAME = re.compile(r"[a-z0-9_]+")
-TAKEN = {DEFAULT, "ids", "valid", "has_loss", "cu_seqlens_whole", *FIELDS}
+NAME = re.compile(r"[a-z0-9_]{1,64}")
+TAKEN = {
+    DEFAULT,
+    "ids",
+    "valid",
+    "has_loss",
+    "cu_seqlens_whole",
+    "input_ids",
+    "shift_labels",
+    *FIELDS,
+}
 """Names that batches use otherwise."""
 STAGES = {"last": [LAST], "both": [FIRST, MIDDLE, LAST]}
 """The pipeline stages that get a column, by the setting."""
 LARGEST = {
-    "float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": sys.float_info.max,
+    "float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028235e38, "float64": sys.float_info.max,
     "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0,
 }  # fmt: skip
 """The largest finite value of each dtype of floats."""
@@ -95,7 +104,7 @@ def check_name(name: Any, what: str = "columns") -> None:
     """Raise ConfigError for a name that no column may have."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ConfigError(
-            f"{what} names {name!r}; a name has small letters, digits and _ only, such as 'teacher_ids'"
+            f"{what} names {name!r}; a name has up to 64 small letters, digits and _, such as 'teacher_ids'"
         )
     if name in TAKEN:
         raise ConfigError(

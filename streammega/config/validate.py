@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     to_list = getattr(value, "tolist", None)
-    return to_list() if callable(to_list) else value
+    return to_list() if callable(to_list) and not isinstance(value, type) else value
 
 
 def whole_number(name: str, value: Any, minimum: int | None = None) -> int:

@@ -6,6 +6,7 @@ and plain, whatever kind the shard is of.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from streammega.errors import ConfigError, FormatError
 SUFFIX = ".col-"
 """Between the prefix of a shard and the name of a column."""
 ALIGNED = ("labels", "tokens")
-_IN_FILE = re.compile(r"\.col-(?P<column>[a-z0-9_]+)(\.[0-9a-f]+)?$")
+_IN_FILE = re.compile(r"\.col-(?P<column>[a-z0-9_]{1,64})(\.[0-9a-f]+)?$")
 
 
 class ColumnFile(NamedTuple):
@@ -50,6 +51,11 @@ class StoredColumn(NamedTuple):
     def token_bytes(self) -> int:
         """Bytes of a token."""
         return self.width * ITEMSIZES[self.dtype]
+
+    @property
+    def kind(self) -> str:
+        """All but its files, for a comparison: NaN equals itself here."""
+        return json.dumps(self._replace(files=()).stored())
 
     def stored(self) -> dict[str, Any]:
         """Its fields as values of JSON, which has no infinite numbers: these are text."""

@@ -606,7 +606,7 @@ def _columns_in_folder(
         for column in _without_etags(columns_at(manifest, dataset + MANIFEST)):
             kind = kinds.setdefault(column.name, column._replace(files=[]))
             names = [shard.name for shard in shards_at(manifest, dataset + MANIFEST)]
-            if kind == column._replace(files=[]):
+            if kind.kind == column.kind:
                 files.setdefault(column.name, {}).update(zip(names, column.files, strict=True))
     return tuple(
         kind._replace(files=[files[name].get(shard.name) for shard in shards])

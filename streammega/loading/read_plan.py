@@ -181,14 +181,15 @@ def plan_reading(
         elif without_room:
             log.info(SAMPLES_OF_COLUMN, columns[number - 1], sample_bytes, memory.enough_bytes)
         prefetched = None
+        is_all_in_blocks = False
         if in_blocks:
             assert order is not None
+            token_bytes = _token_bytes(order, table)
             is_whole = np.isin(np.arange(count), list(in_blocks))
-            prefetched = OpenBlocks(order, lanes, is_whole, _token_bytes(order, table))
+            is_all_in_blocks = bool((is_whole | (token_bytes == 0)).all())
+            prefetched = OpenBlocks(order, lanes, is_whole, token_bytes)
         smallest = min((block.stored for block in blocks[number]), default=0)
-        is_scattered |= (
-            prefetched is None or not prefetched.is_followed.all() or smallest < MIN_PAGED_BYTES
-        )
+        is_scattered |= not is_all_in_blocks or smallest < MIN_PAGED_BYTES
         planner = Planner(
             table,
             memory.coalesce_gap_bytes,

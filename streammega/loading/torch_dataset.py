@@ -46,8 +46,6 @@ def check_last(last: Last, config: DataConfig, split: str) -> None:
     """Raise ConfigError if a last batch cannot be padded: there is none where samples repeat or go on.
     Or if batches have no mask that says what is padding.
     """
-    if last not in get_args(Last):
-        raise ConfigError(f"last is {last!r}; it takes 'drop' or 'pad'")
     if last == "drop":
         return
     data = split_data(config, split)
@@ -118,6 +116,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     ) -> None:
         if not isinstance(config, DataConfig):
             raise ConfigError(f"config is a {type(config).__name__}; it must be a DataConfig")
+        if last not in get_args(Last):
+            raise ConfigError(f"last is {last!r}; it takes 'drop' or 'pad'")
         self._is_rank_said = (dp_rank, dp_size, mesh) != (None, None, None)
         dp_rank, dp_size = data_parallel(dp_rank, dp_size, mesh)
         if split == "train":  # the others have no phases

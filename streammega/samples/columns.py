@@ -105,8 +105,8 @@ def open_columns(
         if stored is None:
             if read.missing is None:
                 raise ConfigError(
-                    f"{name}: has no column {wanted!r}; write it, or name the value of its tokens: "
-                    f"columns={{{wanted!r}: Column(missing=...)}}"
+                    f"{name}: has no column {wanted!r}; write it (and pin the blend again, where it is "
+                    f"pinned), or name its tokens' value: columns={{{wanted!r}: Column(missing=...)}}"
                 )
             continue
         _check_as_read(name, stored, read)
@@ -181,14 +181,21 @@ def stored_columns(
                 column = column._replace(fill=read.fill)
             other = agreed.setdefault(name, column)
             origins.setdefault(name, prefix)
-            if column != other:
+            if column.kind != other.kind:
                 raise ConfigError(
                     f"column {name!r} is {_in_words(other)} in {origins[name]}, and {_in_words(column)} in "
                     f"{prefix}; write one of them again"
                 )
-    for name in config.columns:
-        if name not in agreed:
-            raise ConfigError(f"no dataset has a column {name!r}; leave it out of columns")
+    for name, read in config.column_settings.items():
+        if name in agreed:
+            continue
+        if not read.dtype:
+            raise ConfigError(
+                f"no dataset has a column {name!r}; leave it out of columns, or name its dtype and width too"
+            )
+        agreed[name] = StoredColumn(
+            name, read.dtype, read.width or 1, read.align or "labels", read.fill or 0, ()
+        )
     return {name: agreed[name] for name in config.columns}
 
 

@@ -6,6 +6,7 @@ for local files.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -285,6 +286,51 @@ def test_ranks_have_the_parts_that_they_keep(
 
 
 @pytest.mark.guarantee("columns-values-of-tokens")
+def test_what_is_missing_does_not_make_reads_scattered(server: Running, tmp_path: Path) -> None:
+    """Where they are, whole files are fetched into the cache."""
+    root = server.root / "scattered"
+    rng = np.random.default_rng(0)
+    for name in ("web", "code"):
+        documents = [rng.integers(0, 60_000, 3000).astype(np.uint16) for _ in range(400)]
+        write_dataset(root / name, documents)
+    add_column(root / "web", "weight", Column("float32"))
+    storage = storage_of(server, "obstore").changed(
+        cache_dir=tmp_path / "cache", cache_max_bytes=1 << 28
+    )
+    sizes: dict[str, Any] = {"sequence_length": 128, "shuffle_block_bytes": 32768}
+    for columns in ({}, {"weight": Column(missing=1.0)}):
+        config = config_of("s3://scattered", storage, columns=columns, num_samples=None, **sizes)
+        steps = StreamingDataset(config, **SIZES).steps
+        plan = plan_reading(steps, 0, 400_000_000)
+        assert all(file.planner.blocks is not None for file in plan.files)
+        assert not plan.is_scattered
+
+
+def test_nan_is_a_fill_like_others(folder: Path) -> None:
+    for name in ("web", "code"):
+        add_column(folder / name, "score", Column("float32", fill=math.nan))
+    with StreamLoader(config_of(folder, columns=["score"]), **SIZES) as loader:
+        assert next(loader)["score"].shape == (2, LENGTH)
+    with StreamLoader(config_of(folder, blend=f"{folder}/", columns=["score"]), **SIZES) as loader:
+        assert next(loader)["score"].shape == (2, LENGTH)
+
+
+def test_no_dataset_needs_the_column_where_the_run_says_what_it_is(folder: Path) -> None:
+    """As where validation is of other datasets."""
+    column = Column("float16", 2, missing=0.5)
+    with StreamLoader(config_of(folder, columns={"score": column}), **SIZES) as loader:
+        batch = next(loader)
+    assert batch["score"].dtype == torch.float16
+    assert batch["score"].shape == (2, LENGTH, 2)
+    assert (batch["score"] == 0.5).all()
+
+
+def test_rows_that_complete_the_last_batch_have_the_fill(folder: Path) -> None:
+    changes: dict[str, Any] = {"order": "sequential", "num_samples": None, "shuffle_lanes": None}
+    config = config_of(folder, blend=f"{folder}/web", shuffle_block_bytes=None, **changes)
+    check_all(StreamLoader(config, last="pad", **SIZES), steps=1 << 20)
+
+
 def test_a_phase_reads_them_at_its_length(folder: Path) -> None:
     from streammega import PhaseConfig
 

@@ -92,6 +92,8 @@ def bytes_of(value: Any, column: Column) -> Any:
 def shards_of(url: str) -> list[str]:
     """The shards of what a source names: one of them, or a dataset whose shards are end to end."""
     prefix = url
+    if prefix.endswith("/*"):
+        prefix = prefix[:-1]
     for suffix in (".bin", ".bin.zst", ".tar"):
         prefix = prefix.removesuffix(suffix)
     if os.path.exists(f"{prefix}.idx"):
@@ -168,7 +170,7 @@ def sample_of(
     for name, column in written.items():
         fill = bytes_of(column.fill or 0, column)
         row = np.repeat(fill[None], length + 1, 0)
-        row[:count] = np.concatenate(values[name])[:count]
+        row[:count] = np.concatenate([np.empty((0, len(fill)), np.uint8), *values[name]])[:count]
         of_columns[name] = row[:-1] if column.align == "tokens" else row[1:]
     return of_columns | {
         "tokens": np.where(tokens == pad, 0, tokens),
