@@ -31,21 +31,26 @@ CLAIM = "writer"
 """The object that says who writes the pieces of a folder."""
 MAX_REQUESTS = 32
 """Pieces that are read or removed at once."""
-_NAME = re.compile(r"(?P<first>\d+)-(?P<stop>\d+)-(?P<rank>\d+)of(?P<size>\d+)")
+_NAME = re.compile(r"(?P<first>\d+)-(?P<stop>\d+)-(?P<rank>\d+)of(?P<size>\d+)-(?P<run>\w*)")
 
 
 class Piece(NamedTuple):
-    """What rank `rank` of `size` has of samples [first, stop)."""
+    """What rank `rank` of `size` has of samples [first, stop).
+
+    run: its id, so that a late rank of an earlier run replaces nothing of a later one.
+    """
 
     first: int
     stop: int
     rank: int
     size: int
+    run: str = ""
 
     @property
     def name(self) -> str:
         """That of its object. Names sort as samples do."""
-        return f"{self.first:016d}-{self.stop:016d}-{self.rank:05d}of{self.size:05d}"
+        ranks = f"{self.rank:05d}of{self.size:05d}"
+        return f"{self.first:016d}-{self.stop:016d}-{ranks}-{self.run}"
 
     def samples(self, start: int, stop: int) -> range:
         """Those of samples [start, stop) that it has: a rank takes each whose remainder is its own, as
@@ -58,7 +63,10 @@ class Piece(NamedTuple):
 def piece_of(name: str) -> Piece | None:
     """The piece of that name; None for another object."""
     match = _NAME.fullmatch(name)
-    return match and Piece(*map(int, match.group("first", "stop", "rank", "size")))
+    if match is None:
+        return None
+    first, stop, rank, size = map(int, match.group("first", "stop", "rank", "size"))
+    return Piece(first, stop, rank, size, match["run"])
 
 
 class PieceFolder:
@@ -69,12 +77,12 @@ class PieceFolder:
         self._store: Store
         self._store, self._key = open_store(url, storage)
 
-    def pieces(self) -> dict[Piece, ObjectInfo]:
-        """All pieces that are stored."""
+    def pieces(self, run: str | None = None) -> dict[Piece, ObjectInfo]:
+        """The pieces that are stored by a run; None: by any."""
         stored = {}
         for info in self._store.list(f"{self._key}/", recursive=False):
             piece = piece_of(info.key.rpartition("/")[2])
-            if piece is not None:
+            if piece is not None and run in (None, piece.run):
                 stored[piece] = info
         return stored
 
@@ -143,6 +151,7 @@ class StoredPieces:
 
     Args:
         folder: where they are.
+        run: whose they are; those of others are left out.
         columns: those of the job, in the order in which pieces have them.
         num_samples: of the dataset. Later samples are padding, and in no piece.
         length: values of a sample.
@@ -151,10 +160,15 @@ class StoredPieces:
     """
 
     def __init__(
-        self, folder: PieceFolder, columns: Sequence[StoredColumn], num_samples: int, length: int
+        self,
+        folder: PieceFolder,
+        run: str,
+        columns: Sequence[StoredColumn],
+        num_samples: int,
+        length: int,
     ) -> None:
         self._folder = folder
-        self._stored: Mapping[Piece, ObjectInfo] = folder.pieces()
+        self._stored: Mapping[Piece, ObjectInfo] = folder.pieces(run)
         self._num_samples = num_samples
         self._sizes = [column.token_bytes * length for column in columns]
         """Bytes of a sample in each column."""

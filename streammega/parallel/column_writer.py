@@ -214,7 +214,7 @@ class ColumnWriter:
         self._sync.run_long(self._store_last)
         if self._is_alone_among_several:
             return
-        if self._sync.run_on_first(lambda: self._manifest.lists(self._columns, self._digest)):
+        if self._sync.run_on_first(self._is_published):
             log.info("%s: the columns of this run are in it already", self._samples.indexed.prefix)
         else:
             joined = self._gather(self._sync.run_long(self._join))
@@ -268,7 +268,8 @@ class ColumnWriter:
             raise StateError(self._other_writer())
         # First, so that a former start whose processes go on stores nothing after this.
         claim = self._folder.put_claim(run)
-        self._folder.remove([piece for piece in self._folder.pieces() if piece.stop > position])
+        pieces = self._folder.pieces(run)
+        self._folder.remove([piece for piece in pieces if piece.stop > position])
         return claim
 
     def _other_writer(self) -> str:
@@ -304,7 +305,7 @@ class ColumnWriter:
         if self._folder.claim() != self._claim:
             raise StateError(self._other_writer())
         dataset = self._loader.dataset
-        piece = Piece(self._stored, self._position, dataset.dp_rank, dataset.dp_size)
+        piece = Piece(self._stored, self._position, dataset.dp_rank, dataset.dp_size, self._run)
         self._folder.put(piece, [rows for held in self._held for rows in held])
         self._held = [[] for _ in self._columns]
         self._stored = self._position
@@ -320,6 +321,16 @@ class ColumnWriter:
             )
         self._store()
 
+    def _is_published(self) -> bool:
+        """Whether the manifest has the columns of this run. Raises StateError if it has not, and another
+        writer has begun.
+        """
+        if self._manifest.lists(self._columns, self._digest):
+            return True
+        if self._folder.claim() != self._claim:
+            raise StateError(self._other_writer())
+        return False
+
     @property
     def _run(self) -> str:
         """The id of this run."""
@@ -334,7 +345,7 @@ class ColumnWriter:
         """Join this rank's part of the shards of all columns, by numbers of column and shard."""
         samples = self._samples
         length = samples.config.sequence_length
-        pieces = StoredPieces(self._folder, self._columns, len(samples), length)
+        pieces = StoredPieces(self._folder, self._run, self._columns, len(samples), length)
         joiner = ColumnJoiner(samples, self._columns, pieces, self._digest)
         shards = range(len(samples.indexed.manifest.shards))
         places = [(column, shard) for column in range(len(self._columns)) for shard in shards]

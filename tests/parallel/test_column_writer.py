@@ -18,7 +18,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from streammega import Column, ColumnWriter, DataConfig, StorageConfig, StreamLoader
-from streammega.config.fields import ITEMSIZES
+from streammega.config.columns import DTYPES
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
 from streammega.dataset.columns import ALIGNED
@@ -105,7 +105,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=20)
 @given(
     kind=st.sampled_from([*KINDS, "packed"]),
-    dtype=st.sampled_from([*ITEMSIZES]),
+    dtype=st.sampled_from(DTYPES),
     width=st.sampled_from([None, 1, 3]),
     aligns=st.lists(st.sampled_from([*ALIGNED, None]), min_size=1, max_size=2),
     fill=st.sampled_from([None, 0, 5]),
@@ -472,6 +472,42 @@ def test_ranks_of_a_killed_start_that_go_on_store_nothing(config: DataConfig) ->
         assert {path.name for path in jobs_of(config)[0].iterdir()} == before
     run.go(3)
     check_published(config, run.columns)
+
+
+def test_a_late_rank_of_an_earlier_run_replaces_nothing(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"one": Column("uint8")}
+    first, second = Run(config, columns, 12), Run(config, columns, 12)
+    put = column_pieces.PieceFolder.put
+
+    def put_late(folder: Any, piece: Piece, parts: Any) -> None:
+        monkeypatch.undo()  # the other one begins and stores while this one uploads
+        assert not second.go(1, 12, restart=True)
+        put(folder, piece, [255 - part for part in parts])
+
+    monkeypatch.setattr(column_pieces.PieceFolder, "put", put_late)
+    assert not first.go(1, 12)
+    second.go(2)
+    check_published(config, columns)
+
+
+def test_a_run_publishes_no_values_of_a_later_one(config: DataConfig) -> None:
+    columns = {"one": Column("uint8")}
+    first, second = Run(config, columns, 12), Run(config, columns, 12)
+    with first.open(1) as opened, second.open(2, restart=True) as others:
+        while first.write_step(*opened[0]):
+            pass
+        opened[0][1].state_dict()
+        for one in others:
+            while second.write_step(*one):
+                pass
+            one[1].state_dict()
+        with pytest.raises(StateError, match="another writer"):
+            opened[0][1].publish()
+        for _, writer in reversed(others):
+            writer.publish()
+    check_published(config, columns)
 
 
 def test_ranks_that_know_nothing_of_each_other_begin_with_the_first(config: DataConfig) -> None:
