@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -181,20 +180,17 @@ class StoredPieces:
                     "remove it, and go on from a state before it, or begin with restart=True"
                 )
         self._sorted = sorted(self._stored)
-        self._firsts = [piece.first for piece in self._sorted]
+        self._firsts = np.array([piece.first for piece in self._sorted], np.int64)
+        self._stops = np.array([piece.stop for piece in self._sorted], np.int64)
 
     def read(self, column: int, start: int, stop: int) -> NDArray[np.uint8]:
         """The values of samples [start, stop) in a column of this number, uint8 [samples, bytes]."""
         size = self._sizes[column]
         before = sum(self._sizes[:column])
         values = np.empty((stop - start, size), np.uint8)
-        # Pieces of one range begin together. The last one that begins before `start` ends it.
-        first = self._firsts[bisect_right(self._firsts, start) - 1]
-        number = self._firsts.index(first)
         wanted = []
-        for piece in self._sorted[number:]:
-            if piece.first >= stop:
-                break
+        for number in np.flatnonzero((self._firsts < stop) & (self._stops > start)).tolist():
+            piece = self._sorted[number]
             samples = piece.samples(start, stop)
             if samples:
                 wanted.append((piece, samples))
@@ -216,23 +212,22 @@ def check_tiling(pieces: Iterable[Piece], num_samples: int, url: str) -> None:
 
     url: of the folder, for messages.
     """
-    end = 0
-    ranks: list[int] = []
-    last: Piece | None = None
-    for piece in [*sorted(pieces), Piece(num_samples, num_samples + 1, 0, 1)]:
-        is_same = last is not None and piece[:2] == last[:2] and piece.size == last.size
+    # A rank's pieces follow each other, with ranges of their own: a rank that could not store has a longer
+    # one then. Ranks of another number begin where all of these end.
+    size, ends = 1, [0]
+    for piece in [*sorted(pieces), Piece(num_samples, num_samples, 0, 1)]:
+        is_same = piece.size == size
+        for rank in [piece.rank] if is_same else range(size):
+            end, first = min(ends[rank], num_samples), min(piece.first, num_samples)
+            if end < first:
+                is_of_all = min(ends) == max(ends)
+                who = "nothing is" if is_of_all else f"rank {rank} of {size} has nothing"
+                raise _not_tiled(url, f"{who} stored", (end, first))
+            if end > first:
+                raise _not_tiled(url, "values are stored twice", (first, end))
         if not is_same:
-            if last is not None and ranks != [*range(last.size)]:
-                rank = next(rank for rank in range(last.size) if rank not in ranks)
-                raise _not_tiled(url, f"rank {rank} of {last.size} has stored nothing", last[:2])
-            if piece.first > end and end < num_samples:
-                raise _not_tiled(url, "nothing is stored", (end, piece.first))
-            if piece.first < min(end, num_samples):
-                raise _not_tiled(url, "values are stored twice", (piece.first, end))
-            ranks = []
-        ranks.append(piece.rank)
-        last = piece
-        end = piece.stop
+            size, ends = piece.size, [piece.first] * piece.size
+        ends[piece.rank] = piece.stop
 
 
 def _not_tiled(url: str, problem: str, samples: Sequence[int]) -> StateError:

@@ -150,7 +150,6 @@ class ColumnWriter:
             held.append(rows[is_sample])  # a copy
         self._position += dataset.step_samples
         token_bytes = sum(column.token_bytes for column in self._columns)
-        # The same number on all ranks, so that their pieces have the same ranges.
         samples = (self._position - self._stored) // dataset.dp_size
         if samples * shape[1] * token_bytes >= HELD_BYTES:
             self._store()

@@ -775,11 +775,13 @@ def test_a_hole_and_a_second_value_are_named() -> None:
     for pieces, words in (
         ([], r"nothing is stored of samples \[0, 12\)"),
         (whole[:2], r"nothing is stored of samples \[6, 12\)"),
-        (whole[1:], r"rank 0 of 2 has stored nothing of samples \[0, 6\)"),
+        (whole[1:], r"rank 0 of 2 has nothing stored of samples \[0, 6\)"),
         (whole[2:], r"nothing is stored of samples \[0, 6\)"),
         ([*whole, Piece(3, 6, 0, 1)], r"stored twice of samples \[3, 6\)"),
         ([*whole, Piece(0, 6, 0, 1)], r"stored twice of samples \[0, 6\)"),
         ([*whole[:2], Piece(8, 12, 0, 1)], r"nothing is stored of samples \[6, 8\)"),
+        ([*whole, Piece(0, 4, 1, 2)], r"stored twice of samples \[0, 4\)"),
+        ([*whole[:2], Piece(6, 12, 1, 2)], r"rank 0 of 2 has nothing stored of samples \[6, 12\)"),
     ):
         with pytest.raises(StateError, match=words):
             check_tiling(pieces, 12, "job")
@@ -816,4 +818,31 @@ def test_values_are_kept_where_they_could_not_be_stored(
         while run.write_step(loader, writer):
             pass
         writer.publish()
+    check_published(config, COLUMNS)
+
+
+@pytest.mark.parametrize("is_outage", [True, False])
+def test_ranks_may_store_at_other_samples(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, is_outage: bool
+) -> None:
+    """After an outage of one of them, or where another one alone asks for its state."""
+    run = Run(config, COLUMNS, 12)
+    monkeypatch.setattr(column_publish, "READ_BYTES", 300)
+
+    def fail(*_: Any) -> None:
+        raise StorageError("an outage")
+
+    with run.open(2) as opened:
+        for number in range(12):
+            for one in opened:
+                assert run.write_step(*one)
+            if number in (3, 7):
+                opened[0][1].state_dict()
+            if number in (3, 9) and is_outage:
+                with monkeypatch.context() as patch, pytest.raises(StorageError):
+                    patch.setattr(column_pieces.PieceFolder, "put", fail)
+                    opened[1][1].state_dict()
+            if number == 11:
+                (run.state, _) = [writer.state_dict() for _, writer in opened]
+    run.go(3)
     check_published(config, COLUMNS)
