@@ -195,15 +195,16 @@ class StoredPieces:
             if samples:
                 wanted.append((piece, samples))
 
-        def read(one: tuple[Piece, range]) -> NDArray[np.uint8]:
+        def read(one: tuple[Piece, range]) -> None:
             piece, samples = one
             of_piece = piece.samples(0, self._num_samples)
             begin = before * len(of_piece) + of_piece.index(samples[0]) * size
-            return self._folder.read(self._stored[piece], begin, begin + len(samples) * size)
-
-        for (_, samples), body in zip(wanted, self._folder.map(read, wanted), strict=True):
+            body = self._folder.read(self._stored[piece], begin, begin + len(samples) * size)
             values[samples[0] - start :: samples.step][: len(samples)] = body.reshape(-1, size)
-        self._folder.release()  # a process has no room for a map of each of many thousands
+            # After each: a process has no room for a map of each of many thousands.
+            self._folder.release()
+
+        self._folder.map(read, wanted)
         return values
 
 

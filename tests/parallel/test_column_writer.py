@@ -846,3 +846,22 @@ def test_ranks_may_store_at_other_samples(
                 (run.state, _) = [writer.state_dict() for _, writer in opened]
     run.go(3)
     check_published(config, COLUMNS)
+
+
+def test_a_few_pieces_are_mapped_at_once(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(config, {"x": Column("int32")}, 1)
+    most = 0
+    read = column_pieces.PieceFolder.read
+
+    def count(*arguments: Any) -> Any:
+        nonlocal most
+        body = read(*arguments)
+        most = max(most, Path("/proc/self/maps").read_text().count(".col-job-"))
+        return body
+
+    monkeypatch.setattr(column_pieces.PieceFolder, "read", count)
+    run.go(1)
+    assert 0 < most < 3
+    check_published(config, run.columns)
