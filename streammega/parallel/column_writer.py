@@ -28,7 +28,7 @@ from streammega.dataset.manifest import manifest_url
 from streammega.errors import ConfigError, StateError
 from streammega.errors.logs import get_logger
 from streammega.loading import StreamLoader
-from streammega.parallel.column_pieces import Piece, PieceFolder, StoredPieces
+from streammega.parallel.column_pieces import Piece, PieceFolder, StoredPieces, check_tiling
 from streammega.parallel.column_publish import ColumnJoiner, ColumnManifest, Joined
 from streammega.parallel.groups import has_cpu_backend
 from streammega.parallel.rank_sync import RankSync
@@ -175,7 +175,8 @@ class ColumnWriter:
         """Go on after a state, and remove what was stored after it. The loader is moved too.
 
         The number of ranks may differ. Raises StateError for a state of another dataset, order or
-        columns, or where another writer of these columns has begun since; StorageError.
+        columns, where another writer of these columns has begun since, or where what the state counts is
+        not stored; StorageError.
         """
         if not isinstance(state, Mapping) or not state.keys() >= STATE_KEYS:
             raise StateError(
@@ -261,10 +262,13 @@ class ColumnWriter:
     def _go_on(self, position: int, run: str) -> str:
         """Claim the folder for a run that goes on, and remove pieces that were stored after its state.
 
-        Raises StateError if another run has begun.
+        Raises StateError if another run has begun, or if values that the state counts are not stored.
         """
         if self._folder.claim().partition(" ")[0] not in ("", run):
             raise StateError(self._other_writer())
+        if not self._manifest.lists(self._columns, self._digest_of(run)):
+            counted = [piece for piece in self._folder.pieces(run) if piece.stop <= position]
+            check_tiling(counted, min(position, len(self._samples)), self._folder.url)
         # First, so that a former start whose processes go on stores nothing after this.
         claim = self._folder.put_claim(run)
         pieces = self._folder.pieces(run)
@@ -324,7 +328,7 @@ class ColumnWriter:
         """Whether the manifest has the columns of this run. Raises StateError if it has not, and another
         writer has begun.
         """
-        if self._manifest.lists(self._columns, self._digest):
+        if self._manifest.lists(self._columns, self._digest_of(self._run)):
             return True
         if self._folder.claim() != self._claim:
             raise StateError(self._other_writer())
@@ -335,17 +339,16 @@ class ColumnWriter:
         """The id of this run."""
         return self._claim.partition(" ")[0]
 
-    @property
-    def _digest(self) -> str:
+    def _digest_of(self, run: str) -> str:
         """In the names of objects: each run has its own, so none changes under a reader."""
-        return digest_of([self._job, self._run])
+        return digest_of([self._job, run])
 
     def _join(self) -> dict[tuple[int, int], Joined]:
         """Join this rank's part of the shards of all columns, by numbers of column and shard."""
         samples = self._samples
         length = samples.config.sequence_length
         pieces = StoredPieces(self._folder, self._run, self._columns, len(samples), length)
-        joiner = ColumnJoiner(samples, self._columns, pieces, self._digest)
+        joiner = ColumnJoiner(samples, self._columns, pieces, self._digest_of(self._run))
         shards = range(len(samples.indexed.manifest.shards))
         places = [(column, shard) for column in range(len(self._columns)) for shard in shards]
         group = self._sync.group
@@ -366,7 +369,7 @@ class ColumnWriter:
                 sum(part.filled for part in parts),
                 sum(shard.tokens for shard in shards),
             )
-        self._manifest.add(columns, self._digest)
+        self._manifest.add(columns, self._digest_of(self._run))
 
 
 def stored_column(name: str, column: Column) -> StoredColumn:

@@ -865,3 +865,21 @@ def test_a_few_pieces_are_mapped_at_once(
     run.go(1)
     assert 0 < most < 3
     check_published(config, run.columns)
+
+
+def test_a_state_whose_values_are_gone_is_refused_and_removes_nothing(config: DataConfig) -> None:
+    run = Run(config, {"x": Column("int32")}, 12)
+    run.go(2, 6)
+    early = run.state
+    run.go(2, 6)
+    late = run.state
+    run.state, run.save_every = early, 3
+    run.go(1, 24)  # replaces what the late state counts
+    before = {path.name for path in jobs_of(config)[0].iterdir()}
+    run.state, latest = late, run.state
+    with pytest.raises(StateError, match=r"nothing is stored of samples \[12, 24\)"):
+        run.go(2)
+    assert {path.name for path in jobs_of(config)[0].iterdir()} == before
+    run.state = latest
+    run.go(2)
+    check_published(config, run.columns)
