@@ -219,7 +219,7 @@ class ColumnWriter:
         else:
             joined = self._gather(self._sync.run_long(self._join))
             self._sync.run_on_first(lambda: self._put(joined))
-        self._sync.run_on_first(self._folder.clear)
+        self._sync.run_on_first(self._clear)
 
     # --- ranks ---
 
@@ -229,8 +229,12 @@ class ColumnWriter:
         return self._sync.group is None and self._loader.dataset.dp_rank > 0
 
     def _claimed(self, claim: Callable[[], str]) -> str:
-        """What the first rank claims. Raises StateError if it has claimed nothing."""
+        """What the first rank claims. Raises StateError if it has claimed nothing, ConfigError if it writes
+        other columns.
+        """
         if not self._is_alone_among_several:
+            job = self._sync.run_on_first(lambda: self._job)
+            self._sync.run(lambda: self._check_job(job))
             return self._sync.run_on_first(claim)
         claimed = self._folder.claim()
         if not claimed:
@@ -239,6 +243,13 @@ class ColumnWriter:
                 "batch, or loads the state, before the other ranks do"
             )
         return claimed
+
+    def _check_job(self, job: str) -> None:
+        if job != self._job:
+            raise ConfigError(
+                "the first rank writes other columns, or columns of another dataset or order; give all "
+                "ranks the same settings"
+            )
 
     def _begin(self) -> None:
         """Begin a run, unless a state has begun it."""
@@ -338,6 +349,11 @@ class ColumnWriter:
     def _run(self) -> str:
         """The id of this run."""
         return self._claim.partition(" ")[0]
+
+    def _clear(self) -> None:
+        """Remove the pieces, unless another writer has begun, whose they are then."""
+        if self._folder.claim() == self._claim:
+            self._folder.clear()
 
     def _digest_of(self, run: str) -> str:
         """In the names of objects: each run has its own, so none changes under a reader."""

@@ -39,6 +39,7 @@ from tests.support.column_runs import (
     write_alone,
     write_on_ranks,
     write_on_some,
+    write_other_columns,
 )
 from tests.support.columns import add_column, hashed
 from tests.support.gang import Gang
@@ -382,6 +383,14 @@ def test_a_refusal_of_one_rank_is_that_of_all(
     sizes = {"micro_batch_size": 1, "global_batch_size": 12}
     with pytest.raises(Exception, match="restart=True"):
         gang.run(2, write_on_ranks, config, COLUMNS, sizes, str(tmp_path / "none"))
+
+
+def test_ranks_with_other_columns_are_told_at_their_first_batch(
+    gang: Gang, config: DataConfig
+) -> None:
+    for error in gang.run(2, write_other_columns, config):
+        assert "same settings" in error
+    assert not jobs_of(config)
 
 
 def test_some_of_the_ranks_may_write(gang: Gang, config: DataConfig) -> None:
@@ -883,3 +892,15 @@ def test_a_state_whose_values_are_gone_is_refused_and_removes_nothing(config: Da
     run.state = latest
     run.go(2)
     check_published(config, run.columns)
+
+
+def test_publishing_again_removes_nothing_of_a_later_run(config: DataConfig) -> None:
+    first, second = (Run(config, {"x": Column("int32")}, 12) for _ in range(2))
+    with first.open(1) as opened:
+        while first.write_step(*opened[0]):
+            pass
+        opened[0][1].publish()
+        assert not second.go(2, 6)
+        opened[0][1].publish()
+    second.go(1)
+    check_published(config, second.columns)

@@ -231,3 +231,13 @@ def write_alone(rank: int, config: DataConfig, columns: Columns) -> None:
             while run.write_step(loader, writer):
                 pass
             writer.publish()
+
+
+def write_other_columns(rank: int, config: DataConfig) -> str:
+    """Each rank has a fill of its own; the error of a rank."""
+    options: Any = {"micro_batch_size": 1, "global_batch_size": 4, "last": "pad"}
+    with StreamLoader(config, dp_rank=rank, dp_size=2, **options) as loader:
+        columns = {"x": Column("int32", fill=rank)}
+        with pytest.raises(ConfigError) as raised:
+            Run(config, columns, 4).write_step(loader, ColumnWriter(loader, columns))
+    return str(raised.value)
