@@ -61,15 +61,18 @@ class ColumnWriter:
     All ranks call each method at the same place of their programs: the first call of a new run,
     `load_state_dict` and `publish` wait for the other ranks.
 
-    Without torch.distributed, ranks are processes that know nothing of each other: then write the first
-    batch, or load a state, on rank 0 first, and publish on it last.
+    Of ranks that read the same samples, as those of a tensor-parallel group, one writes: give `group` where
+    the loader has several data-parallel ranks. Without torch.distributed, ranks are processes that know
+    nothing of each other: then write the first batch, or load a state, on rank 0 first, and publish on it
+    last.
 
     Args:
         loader: of the sequential order with `last="pad"`, of whole samples. `exclude_documents` and
             `exclude_samples` are refused: a column has a value for every token.
         columns: each with its dtype. Width is 1, fill 0 and align "labels" by default: value i of a
             sample then belongs to the token that is label i.
-        restart: remove what an earlier writer of the same columns has stored, and begin again.
+        restart: remove what an earlier writer of the same columns has stored, and begin again. Rank 0
+            removes it, at its first batch.
         group: the ranks that write, one for each data-parallel rank; None: all ranks of
             torch.distributed, or this one if the loader has a single rank.
 
@@ -253,8 +256,24 @@ class ColumnWriter:
 
     def _begin(self) -> None:
         """Begin a run, unless a state has begun it."""
-        if not self._claim:
-            self._claim = self._claimed(self._begin_run)
+        if self._claim:
+            return
+        claim = self._claimed(self._begin_run)
+        if self._is_alone_among_several:
+            self._check_new(claim.partition(" ")[0])
+        self._claim = claim
+
+    def _check_new(self, run: str) -> None:
+        """Raise StateError if this rank has stored values of a run that rank 0 has begun, or if that was a
+        run of another number of ranks.
+        """
+        rank, size = self._loader.dataset.dp_rank, self._loader.dataset.dp_size
+        for piece in self._folder.pieces(run):
+            if piece.rank == rank or piece.size != size:
+                raise StateError(
+                    f"{self._folder.url}: has values of an earlier start of this rank; write the first batch "
+                    "on rank 0 first, or load the state"
+                )
 
     def _begin_run(self) -> str:
         """Claim the folder for a new run. Raises StateError where values are stored."""
@@ -289,7 +308,7 @@ class ColumnWriter:
     def _other_writer(self) -> str:
         return (
             f"{self._folder.url}: another writer of these columns has begun since; end this one, or begin "
-            "again with restart=True"
+            "again with restart=True. Of ranks that read the same samples one writes"
         )
 
     def _gather(self, joined: dict[tuple[int, int], Joined]) -> dict[tuple[int, int], Joined]:

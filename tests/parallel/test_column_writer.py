@@ -525,6 +525,23 @@ def test_ranks_that_know_nothing_of_each_other_begin_with_the_first(config: Data
         run.write_step(*opened[1])
 
 
+def test_a_rank_begins_no_run_that_has_its_values(config: DataConfig) -> None:
+    for ranks in (2, 3):
+        run = Run(config, {"one": Column("uint8")}, 12)
+        run.go(ranks, 12, restart=True)
+        run.state = None
+        with run.open(2, restart=True) as opened:
+            with pytest.raises(StateError, match="rank 0 first"):
+                run.write_step(*opened[1])
+            opened[1][0].seek(0)
+            for one in opened:
+                while run.write_step(*one):
+                    pass
+            for _, writer in reversed(opened):
+                writer.publish()
+        check_published(config, run.columns)
+
+
 def test_a_dataset_that_was_replaced_is_refused(config: DataConfig) -> None:
     run = Run(config, {"one": Column("uint8")}, 12)
     with run.open(1) as opened:
