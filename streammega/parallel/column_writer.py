@@ -87,6 +87,10 @@ class ColumnWriter:
         restart: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(loader, StreamLoader):
+            raise ConfigError(
+                f"a ColumnWriter needs a StreamLoader(..., last='pad'), not a {type(loader).__name__}"
+            )
         dataset = loader.dataset
         segment = dataset.samples.segments[0]
         if not dataset.steps.pads_last or loader.bounds:
@@ -142,10 +146,11 @@ class ColumnWriter:
         dataset = self._loader.dataset
         self._check_moved(dataset.step_samples)
         shape = dataset.micro_batch_size, self._samples.config.sequence_length
-        if values.keys() != {column.name for column in self._columns}:
+        names = list(values) if isinstance(values, Mapping) else []
+        if set(names) != {column.name for column in self._columns}:
             raise ConfigError(
-                f"the values are those of {', '.join(sorted(values)) or 'no column'}; give those of "
-                f"{', '.join(column.name for column in self._columns)}"
+                f"the values are those of {', '.join(sorted(map(str, names))) or 'no column'}; give those "
+                f"of {', '.join(column.name for column in self._columns)}"
             )
         taken = [bytes_of(values[column.name], column, shape) for column in self._columns]
         is_sample = dataset.sample_ids(self._position) < len(self._samples)
@@ -434,6 +439,11 @@ def bytes_of(values: Any, column: StoredColumn, shape: tuple[int, int]) -> NDArr
     shape: samples, and tokens of each. Raises ConfigError for another dtype or shape.
     """
     is_tensor = isinstance(values, torch.Tensor)
+    if is_tensor and (values.is_meta or values.layout != torch.strided):
+        raise ConfigError(
+            f"column {column.name!r} has values of a meta or sparse tensor; give a dense one: "
+            "values.to_dense()"
+        )
     if not is_tensor:
         values = np.asarray(values)
     dtype = str(values.dtype).removeprefix("torch.") if is_tensor else values.dtype.name

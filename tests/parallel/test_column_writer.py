@@ -17,7 +17,14 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from streammega import Column, ColumnWriter, DataConfig, StorageConfig, StreamLoader
+from streammega import (
+    Column,
+    ColumnWriter,
+    DataConfig,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+)
 from streammega.config.columns import DTYPES
 from streammega.convert import convert
 from streammega.dataset import IndexedDatasetWriter
@@ -678,6 +685,11 @@ GOOD: Any = {
         ({"y": torch.zeros(2, LENGTH, 1, dtype=torch.uint8)}, "must be"),
         ({"z": GOOD["y"]}, "give those of x, y"),
         ({"y": [[0] * LENGTH]}, "values of int64"),
+        ({"y": None}, "values of object"),
+        ({"y": GOOD["y"].to("meta")}, "give a dense one"),
+        ({"y": GOOD["y"].to_sparse()}, "give a dense one"),
+        ({1: GOOD["y"]}, "those of 1, x, y; give those of x, y"),
+        (None, "no column; give those of x, y"),
     ],
 )
 def test_values_of_another_kind_are_refused_and_change_nothing(
@@ -686,7 +698,7 @@ def test_values_of_another_kind_are_refused_and_change_nothing(
     _, loader, writer = opened
     next(loader)
     with pytest.raises(ConfigError, match=words):
-        writer.write(GOOD | values)
+        writer.write(values and GOOD | values)
     writer.write(GOOD)
     writer.state_dict()
 
@@ -757,6 +769,7 @@ def test_states_of_others_are_refused(
     [
         ({}, "needs columns"),
         (["x"], "needs columns"),
+        (None, "needs columns"),
         ({1: Column("uint8"), "x": Column("uint8")}, "small letters"),
         ({"Big": Column("uint8")}, "small letters"),
         ({"tokens": Column("uint8")}, "field of batches"),
@@ -778,6 +791,9 @@ def test_columns_that_no_writer_has_are_refused(
 def test_loaders_that_do_not_hand_out_everything_are_refused(config: DataConfig) -> None:
     sizes: Any = {"micro_batch_size": 1, "global_batch_size": 4}
     columns = {"x": Column("uint8")}
+    dataset: Any = StreamingDataset(config, **sizes)
+    with pytest.raises(ConfigError, match="not a StreamingDataset"):
+        ColumnWriter(dataset, columns)
     for loader in (
         StreamLoader(config, **sizes),
         StreamLoader(config, **sizes, last="pad", ids_only=True, cp_rank=0, cp_size=2),
@@ -921,3 +937,10 @@ def test_publishing_again_removes_nothing_of_a_later_run(config: DataConfig) -> 
         opened[0][1].publish()
     second.go(1)
     check_published(config, second.columns)
+
+
+def test_a_fill_may_be_no_number(config: DataConfig) -> None:
+    run = Run(config, {"x": Column("float32", 2, fill=math.nan)}, 12)
+    for _ in range(2):  # the second time it is there already
+        run.go(2)
+        check_published(config, run.columns)
