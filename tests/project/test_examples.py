@@ -197,6 +197,8 @@ def test_a_student_learns_from_stored_logits_what_it_learns_online(
     environment = moto.environment | {"STEPS": "12"}
     teacher = environment | {"STATE": str(tmp_path / "teacher.json")}
     distill(tmp_path, ["teach", *data], 2, teacher, kill_after="written: 64 samples")
+    (tmp_path / "teacher.json").unlink()  # as if it was killed before its first state
+    distill(tmp_path, ["teach", *data], 2, teacher, kill_after="written: 64 samples")
     assert "published" in distill(tmp_path, ["teach", *data], 1, teacher)
     student = environment | {"STATE": str(tmp_path / "student.pt")}
     before = distill(tmp_path, ["learn", *data], 1, student, kill_after="step 7:")

@@ -69,7 +69,8 @@ def teach(prefix: str, vocab_size: int, rank: int, world: int) -> None:
         dp_size=world,
         last="pad",
     )
-    writer = sm.ColumnWriter(loader, COLUMNS)
+    # What was stored before the first state is of no use.
+    writer = sm.ColumnWriter(loader, COLUMNS, restart=not TEACHER_STATE.exists())
     if TEACHER_STATE.exists():
         writer.load_state_dict(json.loads(TEACHER_STATE.read_text()))
     for number, batch in enumerate(loader, 1):
@@ -79,7 +80,8 @@ def teach(prefix: str, vocab_size: int, rank: int, world: int) -> None:
             state = writer.state_dict()
             wait(world)  # all ranks have stored what the state counts
             if rank == 0:
-                TEACHER_STATE.write_text(json.dumps(state))
+                Path(f"{TEACHER_STATE}.new").write_text(json.dumps(state))
+                os.replace(f"{TEACHER_STATE}.new", TEACHER_STATE)
                 print(f"written: {loader.consumed_samples} samples", flush=True)
     writer.publish()
     if rank == 0:
