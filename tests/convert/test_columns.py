@@ -86,6 +86,7 @@ def test_columns_are_left_out_if_that_is_asked_for(
     assert not IndexedDataset(output + ("" if "zst" not in words else ".bin.zst")).columns
 
 
+@pytest.mark.guarantee("columns-carried-along")
 def test_a_merge_of_datasets_of_which_one_lacks_a_column_names_it(
     pair: str, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def put_sequences(
 SIZES = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=8)
 
 
+@pytest.mark.guarantee("columns-carried-along")
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
@@ -241,6 +243,7 @@ def test_of_equal_documents_the_values_of_the_first_stay(
     assert check(f"{tmp_path}/out.manifest.json") == 24 + 10
 
 
+@pytest.mark.guarantee("columns-carried-along")
 def test_workers_change_no_byte_of_columns(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     inputs = [
@@ -312,6 +315,7 @@ class KilledError(BaseException):
     """The end of a process."""
 
 
+@pytest.mark.guarantee("columns-carried-along")
 def test_a_conversion_that_is_killed_at_any_write_goes_on_to_the_same_bytes(
     pair: str, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_verify_reads_columns_if_it_is_told_to(dataset: str) -> None:
     assert (report.problems, report.columns, report.checked_bytes) == ([], [], 200 * 2)
 
 
+@pytest.mark.guarantee("columns-of-commands")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -86,6 +87,7 @@ def test_verify_says_that_a_folder_names_no_columns(dataset: str) -> None:
     assert "name each dataset by itself" in note
 
 
+@pytest.mark.guarantee("columns-of-commands")
 def test_describe_lists_columns(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     add_column(dataset, "scores", Column("float32", fill=-math.inf))
     assert main(["describe", dataset, "--json"]) == 0
@@ -108,6 +110,7 @@ def test_describe_lists_columns(dataset: str, capsys: pytest.CaptureFixture[str]
     assert row["columns"] == ["weight", "teacher_ids", "scores"]
 
 
+@pytest.mark.guarantee("columns-of-commands")
 def test_cat_shows_the_values_of_each_token(
     dataset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_column_that_changed_since_it_was_opened_is_refused(dataset: str) -> N
         reader.read([(0, 3)])
 
 
+@pytest.mark.guarantee("columns-of-commands")
 def test_view_names_columns(dataset: str) -> None:
     shown = Dataset(dataset, StorageConfig(), None)
     assert shown.columns == ["weight (float16)", "teacher_ids (uint16 x 4)"]
@@ -192,6 +196,7 @@ def left(folder: Path, prefix: str, capsys: pytest.CaptureFixture[str], *words: 
     return [str(Path(row["file"]).relative_to(folder)) for row in files]
 
 
+@pytest.mark.guarantee("columns-of-commands")
 def test_gc_removes_columns_and_pieces_that_no_manifest_lists(
     dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

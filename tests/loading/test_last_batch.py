@@ -61,6 +61,7 @@ def config_of(folder: Path, **options: Any) -> DataConfig:
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mask_loss_by_mode")
 
 
+@pytest.mark.guarantee("columns-written-once")
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(["bin", "zst", "packed"]),

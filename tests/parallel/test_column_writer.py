@@ -110,6 +110,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.guarantee("columns-written-once")
 @settings(max_examples=20)
 @given(
     kind=st.sampled_from([*KINDS, "packed"]),
@@ -232,6 +233,7 @@ class Fate:
         self.operations, self.last, self.before = 0, last, before
 
 
+@pytest.mark.guarantee("columns-written-once")
 @pytest.mark.parametrize("before", [True, False])
 def test_a_kill_at_every_operation_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
@@ -356,6 +358,7 @@ def test_a_column_written_again_has_other_objects(config: DataConfig) -> None:
     )
 
 
+@pytest.mark.guarantee("columns-written-once")
 @pytest.mark.parametrize("kill", ["pieces", "state", "manifest", "never"])
 def test_ranks_that_are_killed_go_on_on_others(
     gang: Gang, config: DataConfig, tmp_path: Path, kill: str
@@ -490,6 +493,7 @@ def test_ranks_of_a_killed_start_that_go_on_store_nothing(config: DataConfig) ->
     check_published(config, run.columns)
 
 
+@pytest.mark.guarantee("columns-written-once")
 def test_a_late_rank_of_an_earlier_run_replaces_nothing(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,6 +644,7 @@ def test_a_tail_of_one_sample(tmp_path: Path) -> None:
 # --- buckets ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("columns-written-once")
 def test_columns_in_a_bucket(s3: S3, tmp_path: Path) -> None:
     bucket = s3.new_bucket()
     write_lengths(str(tmp_path / "web"), [90, 45, 70])
