@@ -11,6 +11,8 @@ from streammega.config import DataConfig
 from streammega.config.validate import plain
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
+from streammega.errors.redaction import redact_urls
 from streammega.order.megatron import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
@@ -20,6 +22,9 @@ from streammega.samples.pinned import read_blend
 from streammega.samples.segments import SplitData, has_data, split_data
 from streammega.samples.token_file import check_tokenizers, check_vocabulary
 from streammega.storage.thread_pool import parallel_map
+from streammega.storage.warn_once import warn_once
+
+log = get_logger(__name__)
 
 MAX_OPENERS = 16
 """Pairs of a blend that are opened at once."""
@@ -158,6 +163,7 @@ def _blended(
     check_packing(bins, config.sequence_length)
     if len(datasets) > 1 and not config.allow_mixed_tokenizers:
         check_tokenizers((part.indexed.prefix, part.indexed.tokenizers) for part in datasets)
+    _warn_of_repeats(datasets)
     if len(datasets) < len(pairs):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:
@@ -167,3 +173,24 @@ def _blended(
     lengths = [len(dataset) for dataset in datasets]
     size_asked = None if num_samples is None else min(num_samples, sum(lengths))
     return BlendedDataset(datasets, lengths, size_asked)
+
+
+def _warn_of_repeats(datasets: Sequence[GPTDataset]) -> None:
+    """Warn once of entries of a blend that hold the same, under one name or as a copy: each is shuffled
+    as the other, so the same samples come from both, as in Megatron.
+    """
+    name_of_content: dict[str, str] = {}
+    for dataset in datasets:
+        name = redact_urls(dataset.indexed.name)
+        content = dataset.indexed.content
+        if content in name_of_content:
+            other = name_of_content[content]
+            warn_once(
+                log,
+                f"{other} {name}",
+                "the blend has %s and %s, which hold the same: both give the same samples, in the same "
+                "order, as in Megatron; name the data once, with the sum of both weights",
+                other,
+                name,
+            )
+        name_of_content.setdefault(content, name)

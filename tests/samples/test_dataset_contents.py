@@ -292,3 +292,28 @@ def test_mock_datasets_are_told_apart(tmp_path: Path) -> None:
     one, other = ("mock://tokens=40000,length=70", "mock://tokens=40000,length=70,seed=1")
     state = saved([one, other], "stream", tmp_path)
     assert repr(other) in refusal(state, [other, one], "stream", tmp_path)
+
+
+@pytest.mark.parametrize("order", ["megatron", "sequential"])
+def test_a_blend_with_the_same_data_twice_warns_once(
+    tmp_path: Path, order: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under one name, as a copy, or as a link. Megatron gives the samples of both without a word."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    first = put(f"{tmp_path}/a/web", tokens_of(1))
+    copied = put(f"{tmp_path}/b/web", tokens_of(1))
+    other = put(f"{tmp_path}/a/code", tokens_of(2))
+    for blend, warned in (
+        ([(first, 0.5), (first, 0.5)], f"{first} and {first}"),
+        ([(first, 0.5), (copied, 0.5)], f"{first} and {copied}"),
+        ([(first, 0.5), (other, 0.5)], ""),
+    ):
+        caplog.clear()
+        for _ in range(2):
+            loader_of(blend, order, tmp_path / "cache").close()
+        lines = [
+            record.getMessage() for record in caplog.records if "hold the same" in record.message
+        ]
+        assert len(lines) == bool(warned)
+        assert all(warned in line for line in lines)
