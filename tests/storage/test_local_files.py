@@ -4,6 +4,7 @@ file. Never a crash.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import io
@@ -582,3 +583,20 @@ def test_a_file_shorter_than_what_is_to_be_mapped_is_refused_and_named(tmp_path:
     assert caught.value.filename == str(path)
     assert len(map_path(path, 0)) == 0
     assert len(map_path(path, 4)) == 4
+
+
+def test_a_process_that_may_map_no_more_is_told_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of 40,000 shards, which take two maps each of the 65,530 that kernels allow."""
+    (tmp_path / "web.bin").write_bytes(b"bytes")
+
+    class Full:
+        def mmap(self, *_: Any) -> Any:
+            ctypes.set_errno(errno.ENOMEM)
+            return local._FAILED
+
+    monkeypatch.setattr(local, "_libc", Full())
+    store, key = open_store(str(tmp_path / "web.bin"), StorageConfig())
+    with pytest.raises(StorageError, match=r"web\.bin: cannot be mapped.*vm\.max_map_count.*merge"):
+        store.view(key)

@@ -563,8 +563,22 @@ def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uin
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fspath(path))
+        reason = os.strerror(number)
+        if number == errno.ENOMEM:
+            reason = f"cannot be mapped: {reason}. {_map_limit()}"
+        raise OSError(number, reason, os.fspath(path))
     return np.asarray(_Mapping(address, size))
+
+
+def _map_limit() -> str:
+    """How many ranges a process may map, and what to do. A shard takes two."""
+    limit = "some"
+    with contextlib.suppress(OSError):
+        limit = Path("/proc/sys/vm/max_map_count").read_text().strip()
+    return (
+        f"The kernel allows {limit} maps a process (vm.max_map_count): raise it by sysctl, or merge shards "
+        "into larger ones by 'streammega convert'"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
