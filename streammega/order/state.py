@@ -37,6 +37,8 @@ GROUPS = 8
 """Stretches of a list with a digest each, so that a mismatch says between which items it is."""
 GROUP_DIGITS = 5
 _DIGESTED = re.compile(r"([1-9]\d{0,17}) items: ([0-9a-f]{32}(?: [0-9a-f]+)+)")
+_DATASET = re.compile(r"(?:\d+:)?([0-9a-f]{8,16})(?:\*(.+))?")
+"""The digest and the share of a dataset, as orders describe it."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -185,11 +187,16 @@ def shown_value(value: Any) -> str:
 def describe_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any], names: Mapping[str, str] = NO_NAMES
 ) -> list[str]:
-    """Lines `path: the checkpoint has X, this run Y`, for all that differs. names: of datasets, by
-    their paths.
+    """Lines `path: the checkpoint has X, this run Y`, for all that differs; of another order, this
+    alone: all else follows from it. names: of datasets, by their paths.
     """
+    orders = saved.get("order"), current.get("order")
+    if None not in orders and orders[0] != orders[1]:
+        saved, current = {"order": orders[0]}, {"order": orders[1]}
     lines = []
-    for path, (before, now) in differing_values(saved, current).items():
+    differing = differing_values(saved, current)
+    is_of_data = all("dataset" in path for path in differing)
+    for path, (before, now) in differing.items():
         digested = _DIGESTED.fullmatch(before) if isinstance(before, str) else None
         if digested and isinstance(now, list | tuple | Mapping) and len(now) == int(digested[1]):
             lines += _differences_of_digests(digested, now, names, path)
@@ -197,8 +204,22 @@ def describe_differences(
         where = f"{path} ({names[path]!r})" if path in names else path
         lines.append(
             f"{where}: the checkpoint has {shown_value(before)}, this run {shown_value(now)}"
+            + (_why(before, now) if is_of_data else "")
         )
     return lines
+
+
+def _why(before: Any, now: Any) -> str:
+    """What two described datasets differ in."""
+    described = [
+        _DATASET.fullmatch(value) if isinstance(value, str) else None for value in (before, now)
+    ]
+    if None in described:
+        return ""
+    (digest, share), (other, other_share) = (match.groups() for match in described if match)
+    if digest != other and share == other_share:
+        return ": other data of this name; was it replaced, or is the split another?"
+    return ": the same data, with another weight" if digest == other else ""
 
 
 def _differences_of_digests(

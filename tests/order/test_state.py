@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, PhaseConfig, StorageConfig, StreamLoader
 from streammega.config import ORDERS, Order
 from streammega.errors import StateError
-from streammega.order.state import SavedState, make_state, parse_state
+from streammega.order.state import SavedState, describe_differences, make_state, parse_state
 
 MAX_BYTES = 1023
 
@@ -315,3 +315,34 @@ def test_a_state_notices_every_setting_that_chooses_tokens(
         pytest.raises(StateError),
     ):
         loader.load_state_dict(state)
+
+
+def test_of_a_dataset_it_is_said_what_differs() -> None:
+    saved = {"order": "stream", "datasets": ["29a5f65dbf8b*0.5", "e37d14975277*0.5"]}
+
+    def lines(**current: Any) -> list[str]:
+        names = {"datasets[0]": "web", "datasets[1]": "code"}
+        return describe_differences(saved, saved | current, names)
+
+    assert lines(datasets=["8eb98eed00f2*0.5", "e37d14975277*0.5"]) == [
+        'datasets[0] (\'web\'): the checkpoint has "29a5f65dbf8b*0.5", this run "8eb98eed00f2*0.5": '
+        "other data of this name; was it replaced, or is the split another?"
+    ]
+    (line,) = lines(datasets=["29a5f65dbf8b*0.5", "e37d14975277*0.7"])
+    assert line.endswith("the same data, with another weight")
+    (line,) = lines(datasets=["8eb98eed00f2*0.2", "e37d14975277*0.5"])
+    assert line.endswith('this run "8eb98eed00f2*0.2"')
+
+
+def test_nothing_is_said_of_data_where_a_setting_differs_too() -> None:
+    """Digests of a blend in the Megatron order have its seed in them."""
+    saved = {"order": "megatron", "seed": 1, "datasets": ["29a5f65dbf8b*0.5"]}
+    current = {"order": "megatron", "seed": 2, "datasets": ["5d6e21e9b4ba*0.5"]}
+    assert not [line for line in describe_differences(saved, current) if "replaced" in line]
+
+
+def test_of_another_order_nothing_else_is_listed() -> None:
+    saved = {"order": "stream", "order_version": 2, "datasets": ["29a5f65dbf8b*0.5"]}
+    current = {"order": "megatron", "order_version": 1, "datasets": ["5d6e21e9b4ba*0.5"]}
+    (line,) = describe_differences(saved, current)
+    assert line == 'order: the checkpoint has "stream", this run "megatron"'
