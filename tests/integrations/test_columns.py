@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streammega import Column, DataConfig, StreamingDataset
+from streammega import Column, DataConfig, StreamingDataset, StreamLoader
 from streammega.train.config import load_run
 from streammega.train.trainer import Trainer
 from tests.support import oracle
@@ -91,6 +91,17 @@ def test_lightning(config: DataConfig) -> None:
 
 
 @pytest.mark.guarantee("columns-other-trainers")
+@pytest.mark.guarantee("columns-other-trainers")
+def test_fabric(config: DataConfig) -> None:
+    fabric_module = pytest.importorskip("lightning_fabric")
+    with rank_environment(0, 1):
+        fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        place: Any = {"dp_rank": fabric.global_rank, "dp_size": fabric.world_size}
+        with StreamLoader(config, **SIZES, **place) as loader:
+            check_first(loader.prefetch_to(fabric.device), config)
+
+
 def test_megatrons_builder_by_a_class_attribute(config: DataConfig, tmp_path: Path) -> None:
     from megatron.core.datasets.utils import Split
 
