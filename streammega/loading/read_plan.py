@@ -30,7 +30,6 @@ from streammega.order.epoch_layout import MIN_RUN_SAMPLES
 from streammega.order.open_blocks import OpenBlocks
 from streammega.order.stream_order import StreamOrder
 from streammega.samples.columns import files_of
-from streammega.samples.packed import are_packed
 from streammega.samples.rows import WHOLE, FileTable, KeptParts
 from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
@@ -119,98 +118,103 @@ def plan_reading(
     """
     config = steps.config
     storage = config.storage
-    segment = steps.samples.segments[0]
-    columns = list(segment.stored_columns)
+    columns = list(steps.samples.segments[0].stored_columns)
     tables = _tables(steps.samples.files, columns, storage)
     of_columns = kept if kept_of_columns is None else kept_of_columns
-    kept_parts = [kept, *(of_columns for _ in columns)]
-    # The memory plan numbers the datasets of ids, then those of each column.
-    small = [
-        _small_datasets(steps, table, start, storage.tuning.resident_bytes) for table in tables
-    ]
-    blocks: list[list[BlockSize]] = []
-    lanes = np.empty(0, np.int64)
-    is_packed = are_packed(tables[0].files)
-    for table, parts in zip(tables, kept_parts, strict=True):
-        chosen: list[BlockSize] = []
-        # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that
-        # have no tokens, so such parts are never read from blocks.
-        if not (parts.bounds and is_packed):
-            chosen, lanes = _blocks_to_prefetch(steps, table, start)
-        blocks.append(chosen)
-    sample_tokens = steps.sequence_length_at(start) + 1
     order = steps.samples.segment_at(start).order
+    lanes = _lanes_of_reader(steps, order, start)
+    of_each = [
+        _files_to_read(
+            steps, start, table, of_columns if number else kept, has_lanes=len(lanes) > 0
+        )
+        for number, table in enumerate(tables)
+    ]
+    # The memory plan numbers the datasets of ids, then those of each column.
     count = len(steps.samples.files) if order is None else len(order.datasets)
+    sample_tokens = steps.sequence_length_at(start) + 1
     memory = plan_memory(
         memory_bytes,
         _batch_size(steps, tables, kept, of_columns, form),
         [
             block._replace(dataset=block.dataset + number * count)
-            for number, of_files in enumerate(blocks)
-            for block in of_files
+            for number, files in enumerate(of_each)
+            for block in files.blocks
         ],
         len(lanes),
         resident=[
-            ResidentSize(one.dataset + number * count, one.bytes_in_memory(table, sample_tokens))
-            for number, (table, of_files) in enumerate(zip(tables, small, strict=True))
-            for one in of_files
+            ResidentSize(
+                one.dataset + number * count, one.bytes_in_memory(files.table, sample_tokens)
+            )
+            for number, files in enumerate(of_each)
+            for one in files.small
         ],
         ahead=ahead,
         coalesce_gap_bytes=storage.tuning.coalesce_gap_bytes,
         in_flight_bytes=storage.tuning.max_in_flight_bytes,
         near_bytes=min(storage.tuning.max_in_flight_bytes, NEAR_BYTES),
         is_remote=not all(table.local.all() for table in tables),
-        only_blocks=all(
-            _reads_only(steps, table, start, {one.dataset for one in of_files}, chosen)
-            for table, of_files, chosen in zip(tables, small, blocks, strict=True)
-        ),
+        only_blocks=all(_reads_only(order, files) for files in of_each),
     )
-    files = []
+    plans = []
     is_scattered = False
     in_small_requests = 0
-    for number, (table, parts) in enumerate(zip(tables, kept_parts, strict=True)):
+    for number, files in enumerate(of_each):
         here = range(number * count, (number + 1) * count)
         resident = {one - here.start for one in memory.resident_datasets if one in here}
         in_blocks = {one - here.start for one in memory.block_datasets if one in here}
-        stays = [one for one in small[number] if one.dataset in resident]
-        sample_bytes = sample_tokens * int(table.itemsize.max())
-        _warn_of_samples_alone(small[number], table, resident, sample_bytes)
-        without_room = len(set(_datasets_of(blocks[number])) - in_blocks - resident)
+        sample_bytes = sample_tokens * int(files.table.itemsize.max())
+        _warn_of_samples_alone(files.small, files.table, resident, sample_bytes)
+        without_room = len({block.dataset for block in files.blocks} - in_blocks - resident)
         if number == 0 or sample_bytes < SMALL_REQUEST:
             in_small_requests += without_room
         elif without_room:
-            log.info(SAMPLES_OF_COLUMN, columns[number - 1], sample_bytes, memory.enough_bytes)
-        prefetched = None
-        is_all_in_blocks = False
+            log.info(
+                SAMPLES_OF_COLUMN,
+                columns[number - 1],
+                f"{sample_bytes:,}",
+                f"{memory.enough_bytes:,}",
+            )
+        is_scattered |= files.are_scattered(in_blocks)
+        blocks_here = None
         if in_blocks:
             assert order is not None
-            token_bytes = _token_bytes(order, table)
+            assert files.token_bytes is not None
             is_whole = np.isin(np.arange(count), list(in_blocks))
-            is_all_in_blocks = bool((is_whole | (token_bytes == 0)).all())
-            prefetched = OpenBlocks(order, lanes, is_whole, token_bytes)
-        smallest = min((block.stored for block in blocks[number]), default=0)
-        is_scattered |= not is_all_in_blocks or smallest < MIN_PAGED_BYTES
+            blocks_here = OpenBlocks(order, lanes, is_whole, files.token_bytes)
+        stays = [one for one in files.small if one.dataset in resident]
         planner = Planner(
-            table,
+            files.table,
             memory.coalesce_gap_bytes,
             storage.tuning.max_request_bytes,
-            prefetched,
-            parts,
-            _resident(stays, table, sample_tokens) if stays else None,
+            blocks_here,
+            files.kept,
+            _resident(stays, files.table, sample_tokens) if stays else None,
         )
-        files.append(FilesPlan(table, planner))
+        plans.append(FilesPlan(files.table, planner))
     if in_small_requests:
         _warn_low_memory(memory, memory_bytes, in_small_requests, with_columns=bool(columns))
     return ReadPlan(
-        files=files,
+        files=plans,
         columns=columns,
         memory=memory,
         is_scattered=ORDERS[config.order].is_shuffled and is_scattered,
     )
 
 
-def _datasets_of(blocks: Sequence[BlockSize]) -> list[int]:
-    return [block.dataset for block in blocks]
+def _files_to_read(
+    steps: MicroSteps, start: int, table: FileTable, kept: KeptParts, *, has_lanes: bool
+) -> _FilesToRead:
+    """What may be kept of some files, and which blocks are worth fetching whole."""
+    order = steps.samples.segment_at(start).order
+    token_bytes = None if order is None else _token_bytes(order, table)
+    blocks: list[BlockSize] = []
+    # If samples are packed bins, a kept part may be empty. Then a slot would wait for rows that have no
+    # tokens, so such parts are never read from blocks.
+    is_cut_bin = kept.bounds and steps.samples.segments[0].is_packed
+    if order is not None and token_bytes is not None and has_lanes and not is_cut_bin:
+        blocks = _blocks_to_prefetch(order, table, token_bytes)
+    small = _small_datasets(steps, table, start, steps.config.storage.tuning.resident_bytes)
+    return _FilesToRead(table, kept, small, blocks, token_bytes)
 
 
 def _tables(
@@ -285,51 +289,40 @@ def _token_bytes(order: StreamOrder, table: FileTable) -> NDArray[np.int64]:
     )
 
 
-def _blocks_to_prefetch(
-    steps: MicroSteps, table: FileTable, start: int
-) -> tuple[list[BlockSize], NDArray[np.int64]]:
-    """Choose the datasets whose blocks are worth fetching whole, the most drawn first.
-
-    Also returns the lanes of this reader. A block is fetched when its first sample is due and freed
-    after its last sample. So one reader has to take every sample of a lane, in the lane's order.
-    Both results are empty if this reader does not.
+def _lanes_of_reader(steps: MicroSteps, order: StreamOrder | None, start: int) -> NDArray[np.int64]:
+    """The lanes whose samples this reader takes. None, if it does not take every sample of a lane, in the
+    lane's order: a block is fetched when its first sample is due and freed after its last sample.
     """
-    order = steps.samples.segment_at(start).order
-    nothing: tuple[list[BlockSize], NDArray[np.int64]] = [], np.empty(0, np.int64)
-    if order is None:  # an order of built indices, which has no lanes and no blocks
-        return nothing
-    if order.lanes % steps.step_samples:
-        # this rank shares its lanes with other ranks, so each of them would fetch the same blocks
-        return nothing
-    itemsizes = _token_bytes(order, table)
+    # An order of built indices has no lanes. Where ranks share lanes, each would fetch the same blocks.
+    if order is None or order.lanes % steps.step_samples:
+        return np.empty(0, np.int64)
+    return lanes_from(steps, order, start)
+
+
+def _blocks_to_prefetch(
+    order: StreamOrder, table: FileTable, token_bytes: NDArray[np.int64]
+) -> list[BlockSize]:
+    """The datasets whose blocks are worth fetching whole, the most drawn first."""
     # A block is its samples end to end and one extra token. Each further shard that it continues in
     # adds another: memory_plan.py has room for these.
-    bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * itemsizes
+    bytes_of_block = (order.block_samples * order.sequence_length + order.extra) * token_bytes
     most_drawn_first = np.argsort(-np.array(order.weights, np.float64), kind="stable").tolist()
-    blocks = [
+    return [
         BlockSize(dataset=dataset, stored=int(bytes_of_block[dataset]))
         for dataset in most_drawn_first
         if _is_worth_prefetching(dataset, order, table)
     ]
-    return blocks, lanes_from(steps, order, start)
 
 
-def _reads_only(
-    steps: MicroSteps,
-    table: FileTable,
-    start: int,
-    small: Collection[int],
-    blocks: Sequence[BlockSize],
-) -> bool:
+def _reads_only(order: StreamOrder | None, files: _FilesToRead) -> bool:
     """Whether all that is fetched stays in memory or is in blocks: all remote datasets of this segment,
     and no samples of epochs that earlier segments left unread.
     """
-    order = steps.samples.segment_at(start).order
     if order is None or order.has_remainders:
         return False
-    chosen = {block.dataset for block in blocks}.union(small)
+    chosen = {block.dataset for block in files.blocks} | {one.dataset for one in files.small}
     return all(
-        dataset in chosen or table.local[_files_of(order, dataset, table)].all()
+        dataset in chosen or files.table.local[_files_of(order, dataset, files.table)].all()
         for dataset in range(len(order.datasets))
     )
 
@@ -393,6 +386,30 @@ def _small_datasets(
         if saves or (end - begin).sum() <= resident_bytes:
             small.append(_SmallDataset(dataset, files, begin, end, bool(is_alone)))
     return sorted(small, key=lambda one: -shares[one.dataset])
+
+
+class _FilesToRead(NamedTuple):
+    """The files of ids, or of one stored column, before memory is divided.
+
+    kept: which tokens of every sample are read. small: the datasets that may stay in memory. blocks:
+    those whose blocks are worth fetching whole. token_bytes: of each dataset of the stream order, int64;
+    0 where it has no such column.
+    """
+
+    table: FileTable
+    kept: KeptParts
+    small: Sequence[_SmallDataset]
+    blocks: Sequence[BlockSize]
+    token_bytes: NDArray[np.int64] | None
+
+    def are_scattered(self, in_blocks: Collection[int]) -> bool:
+        """Whether some reads are too small to fill a cache. in_blocks: datasets that have room for it."""
+        if not self.table.itemsize.any():
+            return False  # nothing is read
+        if self.token_bytes is None or not in_blocks:
+            return True
+        are_whole = {*np.flatnonzero(self.token_bytes).tolist()} <= {*in_blocks}
+        return not are_whole or min(block.stored for block in self.blocks) < MIN_PAGED_BYTES
 
 
 def _bounds_in_files(

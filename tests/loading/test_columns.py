@@ -300,11 +300,13 @@ def test_what_is_missing_does_not_make_reads_scattered(server: Running, tmp_path
         cache_dir=tmp_path / "cache", cache_max_bytes=1 << 28
     )
     sizes: dict[str, Any] = {"sequence_length": 128, "shuffle_block_bytes": 32768}
-    for columns in ({}, {"weight": Column(missing=1.0)}):
+    nowhere = Column("uint8", missing=0)
+    for columns in ({}, {"weight": Column(missing=1.0)}, {"nowhere": nowhere}):
         config = config_of("s3://scattered", storage, columns=columns, num_samples=None, **sizes)
         steps = StreamingDataset(config, **SIZES).steps
         plan = plan_reading(steps, 0, 400_000_000)
-        assert all(file.planner.blocks is not None for file in plan.files)
+        is_read = [bool(file.table.itemsize.any()) for file in plan.files]
+        assert [file.planner.blocks is not None for file in plan.files] == is_read
         assert not plan.is_scattered
 
 
