@@ -47,8 +47,8 @@ class Column:
     """
 
     dtype: str = ""
-    """The dtype of a value: uint8 to uint64, int8 to int64, float16, float32, float64, bfloat16, float8_e4m3fn or
-    float8_e5m2. A reader may leave it out; otherwise the stored one must be this.
+    """The dtype of a value: uint8 to uint64, int8 to int64, float16, float32, float64, bfloat16,
+    float8_e4m3fn or float8_e5m2. A reader may leave it out; otherwise the stored one must be this.
     """
     width: Annotated[int | None, Ge(1), Le(MAX_WIDTH)] = None
     """Values of a token; a writer's default is 1. What `dtype` says of readers holds here too."""
@@ -122,18 +122,19 @@ def refuse_columns(config: Any, what: str) -> None:
 
 def read_columns(columns: Any) -> dict[str, Column]:
     """`DataConfig.columns` in its one form: how each is read, by name. Raises ConfigError."""
-    named = columns
     if isinstance(columns, str) or not isinstance(columns, Iterable):
         raise ConfigError(
             f"columns is {columns!r}; it takes a list of names, or a Column for each name"
         )
-    if not isinstance(columns, Mapping):
-        named = dict.fromkeys(columns, Column())
-    for name, column in named.items():
+    named = (
+        columns.items() if isinstance(columns, Mapping) else ((name, Column()) for name in columns)
+    )
+    read: dict[str, Column] = {}
+    for name, column in named:
         check_name(name)
         if isinstance(column, Mapping):  # a table of TOML
             column = Column(**column)
         if not isinstance(column, Column):
             raise ConfigError(f"columns[{name!r}] is {column!r}; it must be a Column")
-        named = {**named, name: column}
-    return dict(named)
+        read[name] = column
+    return read

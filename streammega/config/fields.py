@@ -40,7 +40,8 @@ class Field(NamedTuple):
     pipeline stages that use it. columns: those that it is made of, where the data has them. size: the
     values of a sample of S tokens, at most. tokens_dim: the dimension of tokens; 0: it has none.
     needs_whole: by a FieldsConfig, whether values depend on other tokens of the sample, so that no part
-    of a sample is enough; such a field has no columns. made_by: the settings that add it; empty: it is there if it is named.
+    of a sample is enough; such a field has no columns. made_by: the settings that add it; empty: it is
+    there if it is named.
     """
 
     about: str

@@ -6,11 +6,13 @@ and plain, whatever kind the shard is of.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from streammega.config.columns import DTYPES, MAX_WIDTH, NAME, check_value
 from streammega.config.fields import ITEMSIZES
@@ -54,8 +56,18 @@ class StoredColumn(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """All but its files, for a comparison: NaN equals itself here."""
-        return json.dumps(self._replace(files=()).stored())
+        """What it is of, in words: equal for columns that may be read as one. NaN equals itself
+        here, and 0 is 0.0.
+        """
+        fill = self.fill
+        if math.isfinite(fill) and fill == int(fill):
+            fill = int(fill)
+        return f"{self.width} x {self.dtype} aligned to {self.align} and filled with {fill}"
+
+    def token_of(self, value: float) -> NDArray[np.void]:
+        """A token whose values are all this one, as it is stored, void [1]."""
+        one = stored_value(self.dtype, value)
+        return np.frombuffer(one * self.width, f"V{self.token_bytes}")
 
     def stored(self) -> dict[str, Any]:
         """Its fields as values of JSON, which has no infinite numbers: these are text."""
@@ -149,3 +161,43 @@ def column_named(columns: Sequence[StoredColumn], name: str, dataset: str) -> St
             )
         return column
     return None
+
+
+# --- values -----------------------------------------------------------------------------------------
+
+
+def _float8_tables() -> dict[str, NDArray[np.float32]]:
+    """The value of each byte of the dtypes that NumPy does not have."""
+    byte = np.arange(256)
+    exponent = byte >> 3 & 15
+    fraction = (byte & 7) / 8
+    value = np.where(exponent, (1 + fraction) * 2.0 ** (exponent - 7), fraction * 2.0**-6)
+    value[byte & 127 == 127] = np.nan
+    return {
+        "float8_e4m3fn": np.where(byte < 128, value, -value).astype(np.float32),
+        # The upper half of a float16.
+        "float8_e5m2": (byte.astype(np.uint16) << 8).view(np.float16).astype(np.float32),
+    }
+
+
+FLOAT8 = _float8_tables()
+"""The values of the bytes of eight-bit floats."""
+
+
+def stored_value(dtype: str, value: float) -> bytes:
+    """A number as it is stored: the nearest one that the dtype has, of two the even one."""
+    if dtype not in ("bfloat16", *FLOAT8):
+        return np.asarray(value, np.dtype(dtype).newbyteorder("<")).tobytes()
+    if dtype == "bfloat16":
+        bits = int(np.asarray(value, np.float32).view(np.uint32))
+        if not math.isnan(value):  # whose bits could round to another value
+            bits += 0x7FFF + (bits >> 16 & 1)
+        return (bits >> 16).to_bytes(2, "little")
+    table = FLOAT8[dtype]
+    if math.isnan(value):
+        return b"\x7f"
+    with np.errstate(invalid="ignore"):
+        away = np.where(table == value, 0, np.abs(table - np.float32(value)))
+    byte = np.arange(256)
+    has_other_sign = np.signbit(table) != (math.copysign(1, value) < 0)
+    return bytes([int(np.lexsort((byte % 2, has_other_sign, away))[0])])

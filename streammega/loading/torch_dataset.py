@@ -66,8 +66,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     In the stream order a batch has only tokens and labels, if every label has a loss and positions
     only count up (see `fields` of DataConfig). With reset_attention_mask it also has "cu_seqlens", the
     bounds of documents, int32 [micro_batch_size, most documents + 1]. With "dataset_id" in `fields` it has
-    this too, int64 [micro_batch_size], and with `columns` each of these. With inter_document_masking it has "cu_seqlens" and
-    "max_seqlen", which that setting describes.
+    this too, int64 [micro_batch_size], and with `columns` each of these. With inter_document_masking it
+    has "cu_seqlens" and "max_seqlen", which that setting describes.
 
     Every rank reads its part of the same global batches, whatever dp_size is. An iteration reads the
     data once, in whole global batches. Every iteration has the same samples in the same order.

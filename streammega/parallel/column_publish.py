@@ -7,14 +7,13 @@ from __future__ import annotations
 import fcntl
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
@@ -92,7 +91,7 @@ class ColumnJoiner:
         size = (end - begin) * column.token_bytes
         store, key = open_store(url, with_part_bytes_for(self._storage, size))
 
-        fill = fill_of(column)
+        fill = column.token_of(column.fill)
 
         def write() -> Joined:
             in_samples = 0
@@ -155,16 +154,6 @@ class ColumnJoiner:
     def _end_of(self, sample: int) -> int:
         """The token after those of a sample."""
         return int(self._samples.locate(np.array([sample])).stop[-1])
-
-
-def fill_of(column: StoredColumn) -> Values:
-    """The fill of a token, void [1]."""
-    if "int" in column.dtype:  # torch has few functions of unsigned ones
-        value = np.array([column.fill], column.dtype).view(np.uint8)
-    else:
-        fill = torch.tensor([column.fill], dtype=torch.float64)
-        value = fill.to(getattr(torch, column.dtype)).view(torch.uint8).numpy()
-    return np.tile(value, column.width).view(np.dtype((np.void, column.token_bytes)))
 
 
 def write_fill(writer: ChecksummedWriter, fill: Values, tokens: int) -> None:
@@ -263,18 +252,13 @@ def _content(shard: Shard) -> tuple[object, ...]:
 
 
 def _lists(manifest: Manifest, columns: Sequence[StoredColumn], digest: str) -> bool:
-    listed = {str(_kind(column)): column.files for column in manifest.columns}
+    listed = {(column.name, column.kind): column.files for column in manifest.columns}
     for column in columns:
-        files = listed.get(str(_kind(column)), ())
+        files = listed.get((column.name, column.kind), ())
         names = [column_name(shard.name, column.name, digest) for shard in manifest.shards]
         if [file and file.name for file in files] != names:
             return False
     return True
-
-
-def _kind(column: StoredColumn) -> Mapping[str, object]:
-    """All but its files; of JSON, since NaN is no NaN."""
-    return column._replace(files=()).stored()
 
 
 @contextmanager

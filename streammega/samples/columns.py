@@ -24,10 +24,16 @@ from streammega.config.fields import Field
 from streammega.dataset.columns import StoredColumn, column_named
 from streammega.dataset.manifest import Manifest
 from streammega.errors import ConfigError
+from streammega.errors.logs import get_logger
 from streammega.samples.excluded import ExclusionMask
 from streammega.samples.token_file import Runs, StoredFile, TokenFile, clear_by_modes
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.derived_stores import ConcatStore
+from streammega.storage.warn_once import warn_once
+
+log = get_logger(__name__)
+
+NOWHERE = "no dataset has a column %s: all its values are %s, which columns names as missing"
 
 
 class GatheredRows(NamedTuple):
@@ -183,7 +189,7 @@ def stored_columns(
             origins.setdefault(name, prefix)
             if column.kind != other.kind:
                 raise ConfigError(
-                    f"column {name!r} is {_in_words(other)} in {origins[name]}, and {_in_words(column)} in "
+                    f"column {name!r} is {other.kind} in {origins[name]}, and {column.kind} in "
                     f"{prefix}; write one of them again"
                 )
     for name, read in config.column_settings.items():
@@ -193,16 +199,11 @@ def stored_columns(
             raise ConfigError(
                 f"no dataset has a column {name!r}; leave it out of columns, or name its dtype and width too"
             )
+        warn_once(log, name, NOWHERE, name, read.missing)
         agreed[name] = StoredColumn(
             name, read.dtype, read.width or 1, read.align or "labels", read.fill or 0, ()
         )
     return {name: agreed[name] for name in config.columns}
-
-
-def _in_words(column: StoredColumn) -> str:
-    return (
-        f"{column.width} x {column.dtype} aligned to {column.align} and filled with {column.fill}"
-    )
 
 
 def as_token_column(stored: StoredColumn, read: Column) -> TokenColumn:

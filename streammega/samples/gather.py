@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streammega.config import StorageConfig
+from streammega.dataset.columns import stored_value
 from streammega.kernels.addresses import address_of, copy_to
 from streammega.kernels.fields import fill_tails
 from streammega.kernels.plan import gather_rows
@@ -151,18 +152,8 @@ def _row_of(column: TokenColumn, value: Any, width: int) -> NDArray[np.uint8]:
     """The bytes of one value for each of `width` tokens; none where there is no value."""
     if value is None:
         return np.empty(0, np.uint8)
-    # torch's unsigned integers and eight-bit floats are not made of every number
-    name = str(column.dtype).removeprefix("torch.")
-    count = width * column.width
-    if "int" in name:
-        return np.full(count, value, name).view(np.uint8)
-    filled: NDArray[np.uint8] = (
-        torch.full((count,), float(value), dtype=torch.float64)
-        .to(column.dtype)
-        .view(torch.uint8)
-        .numpy()
-    )
-    return filled
+    one = stored_value(str(column.dtype).removeprefix("torch."), value)
+    return np.tile(np.frombuffer(one, np.uint8), width * column.width)
 
 
 def _copy_ids(

@@ -19,7 +19,8 @@ from streammega.apps.view_data import Dataset
 from streammega.cli.main import main
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import checksums_of
-from streammega.dataset.column_reader import as_numbers, stored_value
+from streammega.dataset.column_reader import as_numbers
+from streammega.dataset.columns import stored_value
 from streammega.dataset.verify import verify
 from tests.support.builders import write_dataset
 from tests.support.columns import add_column, change_entry, hashed

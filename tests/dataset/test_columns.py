@@ -123,6 +123,8 @@ def test_a_copy_has_its_columns(pair: str, tmp_path: Path) -> None:
         (["Weight"], "small letters"),
         (["tokens"], "is a field of batches"),
         (["valid"], "is a field of batches"),
+        ([["a"]], "small letters"),
+        ([3], "small letters"),
         (["input_ids"], "is a field of batches"),
         (["n" * 65], "small letters"),
         ({"weight": {"dtype": np.uint8}}, "must be text"),

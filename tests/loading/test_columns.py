@@ -313,20 +313,24 @@ def test_what_is_missing_does_not_make_reads_scattered(server: Running, tmp_path
 def test_nan_is_a_fill_like_others(folder: Path) -> None:
     for name in ("web", "code"):
         add_column(folder / name, "score", Column("float32", fill=math.nan))
-    with StreamLoader(config_of(folder, columns=["score"]), **SIZES) as loader:
+        add_column(folder / name, "zero", Column("float32", fill=0 if name == "web" else 0.0))
+    with StreamLoader(config_of(folder, columns=["score", "zero"]), **SIZES) as loader:
         assert next(loader)["score"].shape == (2, LENGTH)
     with StreamLoader(config_of(folder, blend=f"{folder}/", columns=["score"]), **SIZES) as loader:
         assert next(loader)["score"].shape == (2, LENGTH)
 
 
-def test_no_dataset_needs_the_column_where_the_run_says_what_it_is(folder: Path) -> None:
-    """As where validation is of other datasets."""
+def test_no_dataset_needs_the_column_where_the_run_says_what_it_is(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where validation is of other datasets. It may be a wrong name: a warning says so."""
     column = Column("float16", 2, missing=0.5)
     with StreamLoader(config_of(folder, columns={"score": column}), **SIZES) as loader:
         batch = next(loader)
     assert batch["score"].dtype == torch.float16
     assert batch["score"].shape == (2, LENGTH, 2)
     assert (batch["score"] == 0.5).all()
+    assert "no dataset has a column score: all its values are 0.5" in caplog.text
 
 
 def test_rows_that_complete_the_last_batch_have_the_fill(folder: Path) -> None:

@@ -95,15 +95,11 @@ def _check_alike(columns_of: Sequence[tuple[str, Sequence[StoredColumn]]]) -> No
                     f"{path}: has no column {name!r}, and {owner} has it; convert them apart, write it "
                     "for both, or leave columns out by --drop-columns"
                 )
-            if _kind(column) != _kind(wanted):
+            if column.kind != wanted.kind:
                 raise ConvertError(
-                    f"{path}: its column {name!r} is {_kind(column)}, and that of {owner} is "
-                    f"{_kind(wanted)}; convert them apart, or leave columns out by --drop-columns"
+                    f"{path}: its column {name!r} is {column.kind}, and that of {owner} is "
+                    f"{wanted.kind}; convert them apart, or leave columns out by --drop-columns"
                 )
-
-
-def _kind(column: StoredColumn) -> str:
-    return f"{column.dtype} x {column.width} by {column.align} with fill {column.fill}"
 
 
 def _with_columns(item: Input, columns: Sequence[StoredColumn]) -> Input:

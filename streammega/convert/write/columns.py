@@ -24,7 +24,7 @@ from streammega.convert.write.document_order import (
 )
 from streammega.convert.write.packing import pack, windows_of
 from streammega.dataset.checksums import ChecksummedWriter
-from streammega.dataset.column_reader import ColumnReader, stored_value
+from streammega.dataset.column_reader import ColumnReader
 
 
 class Stretches(NamedTuple):
@@ -95,8 +95,7 @@ def write_column(
 ) -> Iterator[int]:
     """Write the object of a shard for the column of a number. Yields bytes as they are written."""
     column = job.columns[number]
-    dtype = np.dtype(f"V{column.token_bytes}")
-    fill = np.frombuffer(stored_value(column.dtype, column.fill) * column.width, dtype)
+    fill = column.token_of(column.fill)
     tokens_at_once = max(1, CHUNK_BYTES // column.token_bytes)
     opened: dict[int, ColumnReader] = {}
 
