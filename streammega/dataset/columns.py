@@ -20,6 +20,9 @@ from streammega.errors import ConfigError, FormatError
 
 SUFFIX = ".col-"
 """Between the prefix of a shard and the name of a column."""
+JOB = f"{SUFFIX}job-"
+"""Between the prefix of a dataset and a digest: the folder of the pieces of columns that are being written.
+No column has such a name."""
 ALIGNED = ("labels", "tokens")
 _IN_FILE = re.compile(r"\.col-(?P<column>[a-z0-9_]{1,64})(\.[0-9a-f]+)?$")
 

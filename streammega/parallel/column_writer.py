@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from streammega.config import Column
 from streammega.config.columns import check_name
 from streammega.dataset import IndexedDataset
-from streammega.dataset.columns import SUFFIX, StoredColumn
+from streammega.dataset.columns import JOB, StoredColumn
 from streammega.dataset.manifest import manifest_url
 from streammega.errors import ConfigError, StateError
 from streammega.errors.logs import get_logger
@@ -122,7 +122,7 @@ class ColumnWriter:
             ]
         )
         url = manifest_url(indexed.name).removesuffix(".json").removesuffix(".manifest")
-        self._folder = PieceFolder(f"{url}{SUFFIX}job-{self._job}", config.storage)
+        self._folder = PieceFolder(f"{url}{JOB}{self._job}", config.storage)
         self._manifest = ColumnManifest(indexed.name, indexed.manifest, config.storage)
         self._claim = ""
         """The ids of this run and of its start, once it has begun."""

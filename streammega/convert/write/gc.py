@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from streammega.config import StorageConfig
 from streammega.convert.write.destination import PROBE
-from streammega.dataset.columns import SUFFIX, shard_of_column
+from streammega.dataset.columns import JOB, shard_of_column
 from streammega.dataset.manifest import Manifest, read_manifest
 from streammega.dataset.names import (
     MANIFEST,
@@ -29,8 +29,6 @@ from streammega.storage import ObjectInfo, Store, join_url, open_store
 from streammega.storage.atomic_file import final_name
 from streammega.storage.progress import ProgressObserver
 
-JOB = "job-"
-"""Begins, after the mark of columns, the name of the folder in which a job keeps its pieces."""
 ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
 
@@ -87,7 +85,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         if is_leftover:
             leftovers.append(_with_time(info, store))
     leftovers = _without_columns_of_others(leftovers, folder, stem, there, storage)
-    leftovers += _pieces(store, f"{below}{stem}{SUFFIX}{JOB}")
+    leftovers += _pieces(store, f"{below}{stem}{JOB}")
     if not has_manifest and not leftovers:
         _check_there(prefix, stem, there)
     return leftovers
@@ -200,9 +198,7 @@ def remove_leftovers(
     for info in sorted(leftovers, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
         progress.advance(1)
-    for above in {
-        info.key.rpartition("/")[0] for info in leftovers if f"{SUFFIX}{JOB}" in info.key
-    }:
+    for above in {info.key.rpartition("/")[0] for info in leftovers if JOB in info.key}:
         if store.local_path(above) is not None:
             with suppress(OSError):  # some of its pieces stay
                 os.rmdir(above)
