@@ -18,14 +18,14 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.read.formats import format_of
 from streammega.convert.read.source import Input
 from streammega.convert.read.walk import FILE, FOLDERS, Row, path_below, shows_hidden
-from streammega.dataset.columns import shard_of_column
+from streammega.dataset.columns import JOB, shard_of_column
 from streammega.dataset.names import MANIFEST, could_belong_to, strip_suffix
 from streammega.dataset.provenance import ENDING as ORIGINS
 from streammega.errors import ConvertError
 from streammega.storage.open import resolved
 
 LEFTOVERS = (
-    *("*.origins", "*.col-job-*/*"),
+    *("*.origins", f"*{JOB}*/*"),
     *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
     *("_temporary/*", "*/_temporary/*"),
     *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
