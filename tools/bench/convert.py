@@ -100,11 +100,26 @@ def side_ours(corpus: str) -> dict[str, Any]:
         return timed(lambda: convert([corpus], f"{folder}/out", tokenizer=TOKENIZER).tokens)
 
 
+def side_inputs(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second, and CPU seconds of all processes for 10^9 tokens."""
+    from streammega import StorageConfig
+    from streammega.convert import convert
+
+    storage = StorageConfig(storage_options=options)
+    before = sum(os.times()[:4])
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        settings: dict[str, Any] = {"tokenizer": TOKENIZER, "input_storage": storage}
+        result = timed(lambda: convert([name], f"{folder}/out", **settings).tokens)
+    tokens = result["rate"] * result["seconds"]
+    return {**result, "cpu": (sum(os.times()[:4]) - before) / tokens * 1e9}
+
+
 def timed(work: Callable[[], float]) -> dict[str, Any]:
     """Tokens or bytes a second of what makes or reads so many."""
     began = time.perf_counter()
     count = work()
-    return {"rate": count / (time.perf_counter() - began)}
+    seconds = time.perf_counter() - began
+    return {"rate": count / seconds, "seconds": seconds}
 
 
 def side_bare(corpus: str) -> dict[str, Any]:
@@ -447,6 +462,36 @@ def tokenize(scale: Scale, theirs: Callable[..., dict[str, Any]], title: str) ->
     row(f"jsonl to tokens, {title}", medians[theirs.__name__], medians["side_ours"], 1, "tokens/s")
 
 
+FORMS = ("jsonl", "jsonl.zst", "parquet", "csv")
+"""The forms of the corpus that are converted."""
+
+
+def inputs(scale: Scale) -> None:
+    """Tokenizing of every form of the corpus, from the disk and from S3 on loopback."""
+    corpus.tokenizer()
+    objects = FOLDER / "objects"
+    folder = objects / "inputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    with running(objects) as server:
+        for form in FORMS:
+            path = corpus.corpus_as(form, scale.corpus)
+            in_bucket = folder / os.path.basename(path)
+            if not in_bucket.exists():
+                os.link(path, in_bucket)
+            url = f"s3://inputs/{in_bucket.name}"
+            places = {"the disk": (path, {}), "S3": (url, server.storage_options)}
+            sides = {
+                place: partial(run_side, side_inputs, name=name, options=options)
+                for place, (name, options) in places.items()
+            }
+            for place, results in harness.in_turns(scale.runs, sides).items():
+                rate, cpu = (
+                    statistics.median(result[key] for result in results) for key in ("rate", "cpu")
+                )
+                title = f"{form} to tokens, from {place}"
+                harness.row(title, f"{cpu:,.0f} CPU s/10^9", f"{rate:,.0f} tokens/s", "")
+
+
 def verification(scale: Scale) -> None:
     dataset = scale.shards()
     small = corpus.once(scale.corpus)
@@ -592,6 +637,7 @@ def row(title: str, theirs: float, ours: float, unit: float, name: str) -> None:
 FIGURES = harness.Figures(
     megatron=partial(tokenize, theirs=side_megatron, title="Megatron-style preprocess"),
     datatrove=partial(tokenize, theirs=side_datatrove, title="datatrove"),
+    inputs=inputs,
     verify=verification,
     memory=memory,
     shuffle=shuffle,

@@ -80,7 +80,10 @@ def _train(path: Path) -> None:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # of every byte a token
+        show_progress=False,
     )
     texts = sources()
     step = max(1, sum(map(len, texts)) // TRAINED_ON)
@@ -91,6 +94,32 @@ def _train(path: Path) -> None:
 def corpus(mib: int) -> str:
     """JSON lines of so many MiB."""
     return made(FOLDER / f"corpus-{mib}.jsonl", lambda path: _write_lines(path, mib << 20))
+
+
+def corpus_as(form: str, mib: int) -> str:
+    """The corpus of so many MiB of JSON lines in another form: jsonl.zst, parquet, csv."""
+    lines = corpus(mib)
+    if form == "jsonl":
+        return lines
+    return made(FOLDER / f"corpus-{mib}.{form}", lambda path: _write_form(path, form, lines))
+
+
+def _write_form(path: Path, form: str, lines: str) -> None:
+    if form == "jsonl.zst":
+        import zstandard
+
+        with open(lines, "rb") as source, open(path, "wb") as file:
+            zstandard.ZstdCompressor().copy_stream(source, file)
+        return
+    import pyarrow.csv
+    import pyarrow.json
+    import pyarrow.parquet
+
+    table = pyarrow.json.read_json(lines)
+    if form == "csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        pyarrow.parquet.write_table(table, path, row_group_size=1000)
 
 
 def _write_lines(path: Path, size: int) -> None:
