@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from streammega import DataConfig, IndexedDataset, StorageConfig
 from streammega.cli.options import quick
 from streammega.config import ORDERS
-from streammega.convert import load_tokenizer
-from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
+from streammega.convert import tokenizer_of
 from streammega.errors.cached_property import cached_property
 from streammega.errors.redaction import redact_urls
 
@@ -73,39 +72,18 @@ class SearchResult(NamedTuple):
 
 
 class Decoder:
-    """Ids to text, by a tokenizer.
+    """Ids to text, by the tokenizer of a dataset.
 
-    labels: of the tokenizers that manifests name. chosen: the name of another one. name: of what
-    decodes, or of those that manifests name. note: why ids are shown, or why the text may be wrong.
+    chosen: the name of another tokenizer. name: of what decodes, or of those that the manifest names.
+    note: why ids are shown, or why the text may be wrong.
     """
 
-    def __init__(self, labels: Collection[Any], chosen: str | None) -> None:
+    def __init__(self, manifest: Any, storage: StorageConfig, chosen: str | None) -> None:
+        labels = manifest.tokenizers
         self.name = redact_urls(chosen or ", ".join(sorted(label.name for label in labels)))
-        self.note = ""
-        self.model = self._load(sorted(labels, key=str), chosen)
-
-    def _load(self, labels: Sequence[Any], chosen: str | None) -> Any:
-        """The tokenizer; None where there is none."""
-        if chosen is None and len(labels) != 1:
-            self.note = "No manifest names the tokenizer, so ids are shown; name it by --tokenizer."
-            if labels:
-                self.note = "Its manifests name several tokenizers, so ids are shown; name one by --tokenizer."
-            return None
-        try:
-            model = _load_tokenizer(chosen or labels[0].name)
-        except (ObjectNotFoundError, ConvertError, ConfigError) as error:
-            if chosen is not None:
-                raise
-            self.note = (
-                f"Its tokenizer cannot be loaded, so ids are shown; name it by --tokenizer. {error}"
-            )
-            return None
-        if len(labels) == 1 and labels[0].digest != model.digest:
-            self.note = (
-                f"It was made with {labels[0].name}, and {model.name} is another tokenizer, or has "
-                "other settings: the text may be wrong."
-            )
-        return model
+        self.model, problem = tokenizer_of(manifest, storage, chosen)
+        sentence = problem[:1].upper() + problem[1:]
+        self.note = f"{sentence}; ids are shown." if self.model is None else sentence
 
     def text(self, ids: Ids) -> str:
         """The text of ids; the ids where no tokenizer decodes them."""
@@ -113,10 +91,6 @@ class Decoder:
             return f" {' '.join(map(str, ids.tolist()))} "
         decoded: str = self.model.decode(ids.tolist())
         return decoded
-
-
-_load_tokenizer = lru_cache(16)(load_tokenizer)
-"""Datasets of a run share their tokenizer."""
 
 
 class Dataset:
@@ -130,7 +104,7 @@ class Dataset:
     ) -> None:
         self.name = redact_urls(prefix)
         self.indexed = IndexedDataset(prefix, storage=storage)
-        self.decoder = Decoder(self.indexed.tokenizers, tokenizer)
+        self.decoder = Decoder(self.indexed.manifest, storage, tokenizer)
 
     @property
     def num_documents(self) -> int:
@@ -314,7 +288,7 @@ class Run:
         self.last_step = train.train_iters
         self._tokenizer = tokenizer
         self.dataset = lru_cache(MAX_OPEN)(self._open)
-        self.decoder = lru_cache(None)(self._decoder)
+        self._decoders: dict[frozenset[Any], Decoder] = {}
         self.first_documents = lru_cache(None)(self._first_documents)
         self.reader = lru_cache(MAX_OPEN)(self._reader)
 
@@ -349,9 +323,13 @@ class Run:
             dp_size=ranks,
         )
 
-    def _decoder(self, number: int) -> Decoder:
-        """What decodes one of its datasets."""
-        return Decoder(self.provenance.tokenizers(number), self._tokenizer)
+    def decoder(self, number: int) -> Decoder:
+        """What decodes one of its datasets. Datasets of one tokenizer share it."""
+        manifest = self.provenance.manifest(number)
+        key = frozenset(manifest.tokenizers)
+        if key not in self._decoders:
+            self._decoders[key] = Decoder(manifest, self.config.data.storage, self._tokenizer)
+        return self._decoders[key]
 
     def _first_documents(self, dataset: int) -> NDArray[np.int64]:
         """The number in a dataset of the first document of each shard; last, how many it has."""

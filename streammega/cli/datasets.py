@@ -17,12 +17,13 @@ import typer
 
 from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
 from streammega.cli.render import print_data, print_text, show_report
-from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
+from streammega.errors import ConfigError, FormatError
 from streammega.errors.logs import get_logger
 from streammega.errors.redaction import redact
 from streammega.errors.words import in_one_line, pluralize, without_controls
 
 if TYPE_CHECKING:
+    from streammega.config import StorageConfig
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
     from streammega.dataset.column_reader import ColumnReader
@@ -274,7 +275,7 @@ def cat(
                 raise ConfigError(f"{shown}: has no columns; leave out --columns")
             indexed = IndexedDataset(name, settings, columns=names)
             readers = [indexed.column(column) for column in names]
-        model = None if ids else _tokenizer(shown, indexed, tokenizer)
+        model = None if ids else _tokenizer(shown, indexed, settings, tokenizer)
         for number, sequences in _read_documents(indexed, first, last):
             report = _document_report(shown, number, sequences, model)
             if readers:
@@ -303,33 +304,17 @@ def parse_documents(text: str) -> tuple[str, int, int]:
     return name, first, last
 
 
-def _tokenizer(name: str, indexed: IndexedDataset, chosen: str | None) -> Tokenizer:
+def _tokenizer(
+    name: str, indexed: IndexedDataset, settings: StorageConfig, chosen: str | None
+) -> Tokenizer:
     """The tokenizer that was asked for, or the one that the manifest names."""
-    from streammega.convert.tokenize.tokenizers import load_tokenizer
+    from streammega.convert.tokenize.of_dataset import tokenizer_of
 
-    labels = indexed.tokenizers
-    if chosen is None and len(labels) != 1:
-        reason = "no manifest names its tokenizer"
-        if labels:
-            reason = f"was made with several tokenizers ({', '.join(sorted(map(str, labels)))})"
-        raise ConfigError(f"{name}: {reason}; name one by --tokenizer, or show ids by --ids")
-    label = min(labels, default=None, key=str)
-    try:
-        model = load_tokenizer(chosen or (label.name if label else ""))
-    except (ObjectNotFoundError, ConvertError) as error:
-        if chosen is not None or label is None:
-            raise
-        raise ConfigError(
-            f"{name}: its tokenizer {label.name!r} cannot be loaded ({error}); name it by "
-            f"--tokenizer, or show ids by --ids"
-        ) from None
-    if label is not None and len(labels) == 1 and label.digest != model.digest:
-        log.warning(
-            "%s: was made with %r, and %r is another one, or one with other settings",
-            name,
-            label.name,
-            model.name,
-        )
+    model, problem = tokenizer_of(indexed.manifest, settings, chosen)
+    if model is None:
+        raise ConfigError(f"{name}: {problem}, or show ids by --ids")
+    if problem:
+        log.warning("%s: %s", name, problem)
     return model
 
 

@@ -25,6 +25,7 @@ from streammega.errors.redaction import redact_urls, without_queries
 if TYPE_CHECKING:
     from streammega.config import StorageConfig
     from streammega.convert.documents import RawDocument, Tokens
+    from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
     from streammega.dataset.columns import StoredColumn
     from streammega.dataset.manifest import PinnedBlend
@@ -44,7 +45,10 @@ def describe(
         ),
     ],
     tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer, to decode the first tokens.")
+        str | None,
+        typer.Option(
+            help="What decodes the first tokens; by default the copy that the dataset has of its own."
+        ),
     ] = None,
     plot: Annotated[
         str | None, typer.Option(help="Write the document-length histogram to this PNG.")
@@ -187,19 +191,22 @@ def _describe_dataset(
     if plot:
         check_plot_name(plot)
     with show_progress("counting"):
-        report = dataset_report(indexed, tokens, tokenizer)
+        report = dataset_report(indexed, settings, tokens, tokenizer)
     show_report(report, as_json=as_json)
     if plot:
         write_plot(indexed, plot)
         print_text(f"histogram written to {plot}", to_stderr=as_json)
 
 
-def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: str | None) -> Report:
-    """Counts and lengths of a dataset, and its first tokens, decoded where a tokenizer is given.
+def dataset_report(
+    indexed: IndexedDataset, settings: StorageConfig, num_first_tokens: int, tokenizer: str | None
+) -> Report:
+    """Counts and lengths of a dataset, and its first tokens, decoded where its tokenizer is known.
 
     Reads the index, and of the tokens only the first few. Raises FormatError for tokens of another
     tokenizer.
     """
+    from streammega.convert.tokenize.of_dataset import tokenizer_of
     from streammega.dataset.indexed import document_tokens
     from streammega.dataset.names import split_name
 
@@ -229,8 +236,9 @@ def dataset_report(indexed: IndexedDataset, num_first_tokens: int, tokenizer: st
     if indexed.columns:
         report["columns"] = [column_report(column) for column in indexed.columns]
     report["first_ids"] = " ".join(map(str, first))
-    if tokenizer:
-        report["decoded"] = _decoded(report["dataset"], first, tokenizer)
+    model, _ = tokenizer_of(indexed.manifest, settings, tokenizer, by_name=False)
+    if model is not None:
+        report["decoded"] = _decoded(report["dataset"], first, model)
     report["document_lengths"] = [
         {"tokens": f"{low:,} to {high - 1:,}", "documents": int(count)}
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
@@ -276,14 +284,11 @@ def write_plot(indexed: IndexedDataset, path: str) -> None:
     draw_lengths(counts, np.maximum(edges, 0.5), title, path)
 
 
-def _decoded(name: str, tokens: list[int], tokenizer: str) -> str:
-    from streammega.convert.tokenize.tokenizers import load_tokenizer
-
-    model = load_tokenizer(tokenizer)
+def _decoded(name: str, tokens: list[int], model: Tokenizer) -> str:
     highest = max(tokens, default=-1)
     if highest >= model.vocab_size:
         raise FormatError(
-            f"{name}: token id {highest} is past the {model.vocab_size} ids of {tokenizer}; the "
+            f"{name}: token id {highest} is past the {model.vocab_size} ids of {model.name}; the "
             f"data was made with another tokenizer"
         )
     return model.decode(tokens)

@@ -222,6 +222,18 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
     return load_tokenizer(tokenizer)
 
 
+def _own_tokenizer(run: TracedRunFile) -> Tokenizer | None:
+    """The tokenizer of all datasets of a run, if one of them has a copy of it."""
+    from streammega.convert.tokenize.of_dataset import tokenizer_of
+
+    provenance = run.provenance
+    manifests = [provenance.manifest(number) for number in range(len(provenance.datasets))]
+    if len({frozenset(manifest.tokenizers) for manifest in manifests}) != 1:
+        return None
+    model, _ = tokenizer_of(manifests[0], provenance.config.storage, by_name=False)
+    return model
+
+
 def _documents(
     run: TracedRunFile, what: str, model: Tokenizer | None, progress: ProgressObserver
 ) -> list[DocumentName]:
@@ -232,6 +244,7 @@ def _documents(
     matches = names.find(what)
     if matches:
         return matches
+    model = model or _own_tokenizer(run)
     if model is None:
         raise ConfigError(
             f"--find: {names.describe_missing([what])}. To find a text, give the --tokenizer that "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from streammega.convert.run import convert_task as convert_task
     from streammega.convert.run import merge_tasks as merge_tasks
     from streammega.convert.tokenize.chat import ChatEncoder as ChatEncoder
+    from streammega.convert.tokenize.of_dataset import tokenizer_of as tokenizer_of
     from streammega.convert.tokenize.tokenizers import load_tokenizer as load_tokenizer
     from streammega.storage.progress import ProgressObserver as ProgressObserver
 
@@ -33,6 +34,7 @@ _HOMES = {
     "convert_task": "streammega.convert.run",
     "merge_tasks": "streammega.convert.run",
     "load_tokenizer": "streammega.convert.tokenize.tokenizers",
+    "tokenizer_of": "streammega.convert.tokenize.of_dataset",
 }
 
 __all__ = [*_HOMES]

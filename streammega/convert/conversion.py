@@ -28,6 +28,7 @@ from streammega.convert.read.megatron import check_local_version, dataset_name
 from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.read.source import Input
 from streammega.convert.report import sum_skipped
+from streammega.convert.tokenize.of_dataset import stored_copy
 from streammega.convert.tokenize.tokenizers import Tokenizer
 from streammega.convert.work_dir import WorkDir
 from streammega.convert.workers import run_parallel
@@ -48,7 +49,7 @@ from streammega.convert.write.shards import (
 )
 from streammega.dataset.columns import StoredColumn
 from streammega.dataset.manifest import Manifest
-from streammega.dataset.names import MANIFEST, dataset_of_marked, strip_suffix, without_number
+from streammega.dataset.names import MANIFEST, dataset_of, strip_suffix
 from streammega.dataset.opening import find_shards
 from streammega.dataset.provenance import ENDING, has_provenance
 from streammega.errors import ConfigError, ConvertError
@@ -282,7 +283,17 @@ class Conversion:
             pack=pack,
             columns=tuple(column_of_shards(column, written.shards) for column in self._columns),
         )
-        return self.publisher.publish(layout, written.shards, manifest, self.progress)
+        return self.publisher.publish(
+            layout, written.shards, manifest, self.progress, self._tokenizer_copy()
+        )
+
+    def _tokenizer_copy(self) -> bytes:
+        """What is stored of the tokenizer that the manifest names; empty where it is not known."""
+        digest = self.metadata["tokenizer"].get("digest", "")
+        if self.tokenizer is not None:
+            return self.tokenizer.stored() if digest else b""
+        names = [item.path.removesuffix(MANIFEST) for item in self.inputs]
+        return stored_copy(digest, names, self.input_storage) if digest else b""
 
     def release(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
@@ -399,8 +410,7 @@ def _warn_of_earlier_merge(inputs: Sequence[Input]) -> None:
     sizes: dict[str, int] = {}
     for item in inputs:
         if item.format == "megatron":
-            shard = strip_suffix(item.path.removesuffix(MANIFEST))
-            name = dataset_of_marked(shard) or without_number(shard)
+            name = dataset_of(item.path.removesuffix(MANIFEST))
             sizes[name] = sizes.get(name, 0) + item.size
     for name, size in sizes.items():
         if len(sizes) > 2 and 2 * size == sum(sizes.values()):

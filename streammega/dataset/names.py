@@ -11,6 +11,8 @@ MANIFEST = ".manifest.json"
 """The end of a manifest's name, after the prefix of the dataset."""
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
+TOKENIZER = ".tokenizer"
+"""Ends the name of the copy of its tokenizer that a dataset has."""
 _KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
 _ANY_SUFFIX = tuple(_KIND_OF_SUFFIX)
 _OF = "-of-"
@@ -19,6 +21,7 @@ _NUMBERED = re.compile(rf"^(?P<stem>.*)-(?P<number>\d{{5,}}){_OF}(?P<count>\d{{5
 _MARK = "-gen"
 _MARKED = re.compile(rf"^(?P<stem>.+){_MARK}[0-9a-f]{{12}}(-\d{{5,}}-of-\d{{5,}})?$")
 """A shard that replaces an existing one. The mark is the conversion's."""
+_COPY = re.compile(rf"^(?P<stem>.+)\.[0-9a-f]{{12}}{re.escape(TOKENIZER)}$")
 MAX_MISSING = 3
 """Missing shards of a set that a message names."""
 
@@ -70,6 +73,24 @@ def dataset_of_marked(name: str) -> str | None:
     prefix, _ = split_name(name)
     marked_name = _MARKED.match(prefix)
     return marked_name["stem"] if marked_name else None
+
+
+def dataset_of(name: str) -> str:
+    """The prefix of the dataset to which a shard belongs, as its name tells."""
+    return dataset_of_marked(name) or without_number(strip_suffix(name))
+
+
+def tokenizer_name(prefix: str, digest: str) -> str:
+    """The name of a dataset's copy of its tokenizer. digest: that of the tokenizer, so that one which
+    replaces the dataset has a copy of another name.
+    """
+    return f"{prefix}.{digest[:12]}{TOKENIZER}"
+
+
+def dataset_of_tokenizer(name: str) -> str | None:
+    """The prefix of the dataset whose copy of a tokenizer a file is; None: it is no such copy."""
+    copy = _COPY.match(name)
+    return copy["stem"] if copy else None
 
 
 def could_belong_to(name: str, prefix: str) -> bool:

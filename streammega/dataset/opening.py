@@ -52,6 +52,7 @@ from streammega.dataset.names import (
     MANIFEST,
     SUFFIXES,
     Kind,
+    dataset_of,
     dataset_of_marked,
     missing_shards,
     split_name,
@@ -650,7 +651,7 @@ def _labels(shards: Sequence[Shard], in_folder: Mapping[str, Manifest]) -> tuple
     """What manifests in a folder say of its shards: of each dataset of them once."""
     labels: dict[tuple[str, bool], Label] = {}
     for shard in shards:
-        dataset = dataset_of_marked(shard.name) or without_number(shard.name)
+        dataset = dataset_of(shard.name)
         key = (dataset, shard.multimodal)
         if key in labels:
             continue

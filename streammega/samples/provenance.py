@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from streammega.config import MAX_SAMPLES, DataConfig
 from streammega.config.validate import plain
 from streammega.dataset.document_lookup import DocumentRun, ShardDocuments
-from streammega.dataset.labels import TokenizerLabel
+from streammega.dataset.manifest import Manifest
 from streammega.dataset.provenance import DocumentOrigin
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
@@ -286,9 +286,9 @@ class Provenance:
         """The names of all datasets, as the config has them, without secrets."""
         return [self.dataset_name(dataset) for dataset in range(len(self.datasets))]
 
-    def tokenizers(self, dataset: int) -> set[TokenizerLabel]:
-        """The tokenizers of a dataset, as far as manifests name them."""
-        return self.names.manifest(dataset).tokenizers
+    def manifest(self, dataset: int) -> Manifest:
+        """The manifest of a dataset, as it was opened."""
+        return self.names.manifest(dataset)
 
     def shard_name(self, dataset: int, shard: int) -> str:
         """A shard's name, without secrets: what `find` takes."""

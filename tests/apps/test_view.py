@@ -261,7 +261,7 @@ def test_a_dataset_alone_is_shown_without_torch(folder: Path) -> None:
 def test_without_a_tokenizer_ids_are_shown_and_searched(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "ids", [[5, 6, 7], [65, 66, 67, 68], [6], []])
     site = client_of(Dataset(prefix, StorageConfig(), None))
-    assert "No manifest names the tokenizer" in shown(site, "/")
+    assert "No manifest names its tokenizer" in shown(site, "/")
     assert "65 66 67 68" in shown(site, "/dataset/0/document/1")
     assert "It has no tokens" in shown(site, "/dataset/0/document/3")
     found = site.get("/dataset/0/search?text=66 67").text

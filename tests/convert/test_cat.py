@@ -92,6 +92,9 @@ def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
     source.write_text('{"text": "hello world"}\n')
     convert_files(tmp_path / "web", source, tokenizer=words)
     name = f"{tmp_path}/web#0"
+    assert shown(capsys, name).startswith("hello world"), "by the copy of its tokenizer"
+    (copy,) = tmp_path.glob("web.*.tokenizer")
+    copy.unlink()
     assert main(["cat", name]) == 1, "a manifest has no folder of it"
     error = capsys.readouterr().err
     assert "its tokenizer 'words.json' cannot be loaded" in error
@@ -99,7 +102,7 @@ def test_the_tokenizer_is_that_of_the_manifest_unless_another_is_named(
     assert "--ids" in error
     assert shown(capsys, name, "--tokenizer", words).startswith("hello world")
     assert main(["cat", name, "--tokenizer", "bytes"]) == 0
-    assert "was made with 'words.json', and 'bytes' is another one" in caplog.text
+    assert "was made with 'words.json', and 'bytes' is another tokenizer" in caplog.text
 
 
 @pytest.fixture

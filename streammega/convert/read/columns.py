@@ -11,7 +11,7 @@ from streammega.convert.options import digest_of_json
 from streammega.convert.read.source import Input
 from streammega.dataset.columns import StoredColumn
 from streammega.dataset.manifest import Manifest, columns_at, read_manifest, shards_at
-from streammega.dataset.names import MANIFEST, dataset_of_marked, strip_suffix, without_number
+from streammega.dataset.names import MANIFEST, dataset_of, strip_suffix
 from streammega.dataset.opening import open_manifests
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage.object_ops import read_if_exists
@@ -60,7 +60,7 @@ def _manifests_of(item: Input) -> list[str]:
     if item.path.endswith(MANIFEST):
         return [item.path]
     shard = strip_suffix(item.path)
-    names = dict.fromkeys([shard, dataset_of_marked(shard) or without_number(shard)])
+    names = dict.fromkeys([shard, dataset_of(shard)])
     return [item.manifest] if item.manifest else [name + MANIFEST for name in names]
 
 

@@ -5,6 +5,7 @@ Another kind is a subclass of Tokenizer here, and its line in TOKENIZERS below.
 
 from __future__ import annotations
 
+import base64
 import difflib
 import hashlib
 import itertools
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.tokenize.tokenizer_files import (
-    Pattern,
     find_gpt2_files,
     find_pattern,
     is_tiktoken_file,
@@ -61,6 +62,8 @@ one that is not in its vocabulary it fails, as models of other kinds do.
 """
 RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
 """Settings of BPE and unigram models by which a text has other tokens each time."""
+TIKTOKEN = "tiktoken"
+"""The only key of what is stored of a tiktoken encoding."""
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -111,6 +114,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
         """The tokenizer of a name. Raises ObjectNotFoundError, ConvertError."""
+
+    def stored(self) -> bytes:
+        """All that it is, for `load_stored`; empty where its name says it."""
+        return b""
 
     @abstractmethod
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
@@ -168,6 +175,33 @@ def load_tokenizer(
             f".tiktoken files"
         )
     return kind.load(name, TokenizerSettings(special_tokens_in_text, add_special_tokens, pattern))
+
+
+def load_stored(name: str, data: bytes) -> Tokenizer:
+    """The tokenizer of what `stored` gave. name: for messages. Raises ConvertError."""
+    try:
+        if not data.startswith(b"{"):
+            sentencepiece = import_extra("sentencepiece", "convert", f"{name}: needs sentencepiece")
+            model = sentencepiece.SentencePieceProcessor(model_proto=data)
+            return SentencePieceTokenizer(name, model)
+        if not data.startswith(b'{"%s"' % TIKTOKEN.encode()):
+            tokenizers = import_extra("tokenizers", "convert", f"{name}: needs tokenizers")
+            return HuggingFaceTokenizer(name, tokenizers.Tokenizer.from_str(data.decode()))
+        described = parse_json(data)[TIKTOKEN]
+        ranks = {base64.b64decode(token): rank for token, rank in described["ranks"].items()}
+        encoding = import_extra("tiktoken", "convert", f"{name}: needs tiktoken").Encoding(
+            name,
+            pat_str=described["pattern"],
+            mergeable_ranks=ranks,
+            special_tokens=described["special_tokens"],
+        )
+        return TiktokenTokenizer(name, encoding, parse=False)
+    except ConfigError:  # a package is missing
+        raise
+    except Exception as error:  # each library raises its own
+        raise ConvertError(
+            f"{name}: the copy of this tokenizer is damaged ({str(error)[:200]})"
+        ) from None
 
 
 def resolve_eod(tokenizer: Tokenizer, name: str | None) -> tuple[str, int]:
@@ -235,8 +269,12 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
         """A digest of all that the library knows of it."""
-        described = self.model.to_str().replace(json.dumps(NO_TOKEN), "null")
-        return digest_of_bytes(described.encode(), 16)
+        return digest_of_bytes(self.stored(), 16)
+
+    def stored(self) -> bytes:
+        """A tokenizer.json."""
+        described: str = self.model.to_str().replace(json.dumps(NO_TOKEN), "null")
+        return described.encode()
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
@@ -352,7 +390,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._options["return_type"] = "numpy"
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.vocab_size())
-        self.digest = digest_of_bytes(self.model.serialized_model_proto(), 16)
+        self.digest = digest_of_bytes(self.stored(), 16)
 
     @classmethod
     def reads(cls, name: str) -> bool:
@@ -373,6 +411,11 @@ class SentencePieceTokenizer(Tokenizer):
             return cls(name, sentencepiece.SentencePieceProcessor(model_file=name))
         except Exception as error:  # RuntimeError, OSError
             raise ConvertError(f"{name}: is not a SentencePiece model ({error})") from None
+
+    def stored(self) -> bytes:
+        """The model's file."""
+        model: bytes = self.model.serialized_model_proto()
+        return model
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
@@ -420,9 +463,7 @@ class TiktokenTokenizer(Tokenizer):
 
     spans_in_bytes = True
 
-    def __init__(
-        self, name: str, model: Any, *, parse: bool, pattern: Pattern | None = None
-    ) -> None:
+    def __init__(self, name: str, model: Any, *, parse: bool) -> None:
         self._parse = parse
         self.model = model
         self.name = os.path.basename(name)
@@ -431,9 +472,7 @@ class TiktokenTokenizer(Tokenizer):
         hasher = hashlib.blake2b(digest_size=16)
         for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
-        # by which all files were cut once: their digests stay
-        if pattern is not None and pattern.name != "cl100k_base":
-            hasher.update(pattern.expression.encode())
+        hasher.update(self.model._pat_str.encode())
         self.digest = hasher.hexdigest()
 
     @classmethod
@@ -452,14 +491,23 @@ class TiktokenTokenizer(Tokenizer):
             if encoding != name:
                 return cls(name, tiktoken.get_encoding(encoding), parse=parse)
             _check_is_file(name)
-            model, pattern = _load_tiktoken_file(name, settings.pattern)
-            return cls(name, model, parse=parse, pattern=pattern)
+            return cls(name, _load_tiktoken_file(name, settings.pattern), parse=parse)
         except (ConvertError, ObjectNotFoundError):
             raise
         except Exception as error:  # downloads, files and names fail in their own ways
             raise ConvertError(
                 f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
             ) from None
+
+    def stored(self) -> bytes:
+        """Its ranks, pattern and special tokens, as JSON."""
+        ranks = self.model._mergeable_ranks.items()
+        described = {
+            "pattern": self.model._pat_str,
+            "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
+            "special_tokens": self.special_tokens,
+        }
+        return json.dumps({TIKTOKEN: described}).encode()
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
@@ -618,8 +666,8 @@ def _with_spellings(described: dict[str, Any], spellings: dict[str, str]) -> dic
     return described | {"added_tokens": added, "model": model}
 
 
-def _load_tiktoken_file(path: str, expression: str | None) -> tuple[Any, Pattern]:
-    """The encoding of a file of byte pairs, and how it cuts text."""
+def _load_tiktoken_file(path: str, expression: str | None) -> Any:
+    """The encoding of a file of byte pairs."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
@@ -628,13 +676,12 @@ def _load_tiktoken_file(path: str, expression: str | None) -> tuple[Any, Pattern
     taken = set(ranks.values())
     first_free = next(number for number in itertools.count() if number not in taken)
     special_tokens = enumerate(pattern.special_tokens, pattern.first or first_free)
-    model = tiktoken.Encoding(
+    return tiktoken.Encoding(
         os.path.basename(path),
         pat_str=pattern.expression,
         mergeable_ranks=ranks,
         special_tokens={token: number for number, token in special_tokens},
     )
-    return model, pattern
 
 
 def _load_huggingface(name: str) -> Any:

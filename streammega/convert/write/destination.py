@@ -13,7 +13,14 @@ from streammega.config import StorageConfig
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import is_pipe
 from streammega.dataset.manifest import read_manifest
-from streammega.dataset.names import MANIFEST, SUFFIXES, Kind, strip_suffix, with_mark
+from streammega.dataset.names import (
+    MANIFEST,
+    SUFFIXES,
+    Kind,
+    strip_suffix,
+    tokenizer_name,
+    with_mark,
+)
 from streammega.dataset.provenance import ENDING
 from streammega.errors import (
     AccessDeniedError,
@@ -74,6 +81,10 @@ class Destination:
         """The URL of a file in the output's folder."""
         return join_url(self._folder, name)
 
+    def tokenizer_url(self, digest: str) -> str:
+        """The URL of the copy of a tokenizer of this digest."""
+        return tokenizer_name(self.prefix, digest)
+
     def shard_names(self, plain_names: Sequence[str], mark: str) -> list[str]:
         """The names of shards, with a mark unless it is empty."""
         return [with_mark(name, self.stem, mark) for name in plain_names]
@@ -106,6 +117,8 @@ class Destination:
                 files = [prefix + ending for ending in endings for prefix in prefixes]
                 of_columns = [file for column in manifest.columns for file in column.files]
                 files += [self.url(file.name) for file in of_columns if file]
+                _, digest = manifest.tokenizer_label
+                files += [self.tokenizer_url(digest)] if digest else []
             except ObjectNotFoundError:
                 version = ""
             except FormatError as error:

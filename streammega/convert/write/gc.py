@@ -20,7 +20,9 @@ from streammega.dataset.names import (
     SUFFIXES,
     could_belong_to,
     dataset_of_marked,
+    dataset_of_tokenizer,
     split_name,
+    tokenizer_name,
     without_number,
 )
 from streammega.dataset.provenance import ENDING as ORIGINS
@@ -37,7 +39,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     keys are the store's.
 
     Those are shards with a mark (see `publish`), tokens of numbered shards without an `.idx`, columns,
-    pieces of columns that are being written, temporary files of writers, and the probe of a
+    pieces of columns that are being written, copies of tokenizers, temporary files of writers, and the probe of a
     conversion. Plain pairs are no leftovers, for they
     may be a dataset without a manifest, nor is a lone file of the dataset's name, which may be an
     input. But where the manifest lists shards with a mark, these have replaced a pair of its name.
@@ -59,6 +61,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         endings = (SUFFIXES[manifest.kind], ".idx", ORIGINS)  # type: ignore[index]
         files_of_dataset = {shard.name + ending for shard in manifest.shards for ending in endings}
         files_of_dataset |= _column_files(manifest)
+        files_of_dataset.add(tokenizer_name(stem, manifest.tokenizer_label[1]))
         lists_marked = any(dataset_of_marked(shard.name) == stem for shard in manifest.shards)
     except ObjectNotFoundError:
         pass
@@ -73,6 +76,8 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         is_shard = _is_shard(own_name, stem, there)
         if own_name == f".{stem}{PROBE}":
             is_leftover = True
+        elif dataset_of_tokenizer(own_name) == stem:
+            is_leftover = name not in files_of_dataset
         elif finished is not None:
             # A temporary file counts if it was to become one of the dataset's.
             is_leftover = is_shard or finished == f"{stem}{MANIFEST}"

@@ -180,8 +180,11 @@ class Publisher:
         shards: Sequence[ShardRecord],
         manifest: Manifest,
         progress: ProgressObserver,
+        tokenizer: bytes = b"",
     ) -> Manifest:
         """Put everything under its final name. Returns the manifest with these names.
+
+        tokenizer: the copy of it that the dataset gets; empty: none.
 
         Nothing is put or removed while a file of a shard is missing. progress: receives the files
         that are put.
@@ -197,12 +200,15 @@ class Publisher:
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
         self._put_files(layout, names, progress)
         self._check_files(layout, records, are_put=True)
+        tokenizer_url = self._destination.tokenizer_url(manifest.tokenizer_label[1])
+        if tokenizer:
+            save_bytes(tokenizer_url, tokenizer, self._storage)
         manifest = self._with_versions(manifest)
         self._record = replace(self._record, manifest=digest_of_bytes(manifest.to_json()))
         self._work_dir.write_record(PUBLISHING, asdict(self._record))
         self._commit(manifest.to_json())
         progress.advance(1)
-        replaced = self._record.replaced
+        replaced = [url for url in self._record.replaced if url != tokenizer_url]
         if replaced:
             progress.begin("removing what was replaced", len(replaced), " files")
         for url in replaced:
