@@ -22,7 +22,7 @@ from streammega.cli.options import (
 )
 from streammega.cli.render import print_text, show_report
 from streammega.config import StorageConfig
-from streammega.config.validate import Flag, Ge, check_fields, parse_json
+from streammega.config.validate import Flag, Ge, check_fields
 from streammega.convert.options import (
     DOCUMENTS,
     INPUTS,
@@ -176,32 +176,9 @@ def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOpt
                 "--merges needs the vocab.json of the same tokenizer; give that as --tokenizer"
             )
         options["tokenizer"] += f",{command.merges}"
-    if "template_vars" in options:
-        options["template_vars"] = _template_vars(options["template_vars"])
     if command.shuffle:
         options["shuffle_seed"] = command.seed or 0
     return ConvertOptions(**options)
-
-
-def _template_vars(pairs: Sequence[str]) -> dict[str, Any]:
-    """Variables of a chat template from `name=value` words; a value is JSON, or else text."""
-    variables: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise ConfigError(
-                f"--template-var {pair!r}: write it as NAME=VALUE, e.g. enable_thinking=false"
-            )
-        if value in ("True", "False", "None"):
-            raise ConfigError(
-                f"--template-var {pair!r}: a value is JSON: write true, false or null, or "
-                f"'{name}=\"{value}\"' for the text"
-            )
-        try:
-            variables[name] = parse_json(value)
-        except ValueError:
-            variables[name] = value
-    return variables
 
 
 def _input_storage(

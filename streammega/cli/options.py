@@ -184,8 +184,8 @@ def _is_size(name: str) -> bool:
 
 
 def _repeats(kind: FieldType) -> bool:
-    """Whether a flag may be repeated: its values become a tuple or a dict."""
-    return "tuple" in str(kind.alternatives) or "dict" in str(kind.alternatives)
+    """Whether a flag may be repeated: its values become a tuple."""
+    return "tuple" in str(kind.alternatives)
 
 
 def _type_of_words(name: str, kind: FieldType) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -59,13 +59,6 @@ class ConvertOptions:
     """How messages are written: tokenizer (its template; tokenizer:NAME), chatml, llama3, or a file.
     Answers of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the
     end-of-document token.
-    """
-    template_vars: Annotated[
-        dict[str, Any], Flag(INPUTS, "--template-var", metavar="NAME=VALUE")
-    ] = field(default_factory=dict)
-    """A variable of the chat template, e.g. enable_thinking=false (JSON, else text) or
-    strftime_now=2026-01-31; repeat for more. They are what transformers' apply_chat_template takes;
-    `strftime_now` is the day that a template writes.
     """
     eod_id: Annotated[int | None, Flag(INPUTS)] = None
     """The id that ends documents, where the inputs are tokens."""
@@ -243,11 +236,6 @@ class ConvertOptions:
 
     def _check_chat(self) -> None:
         if self.chat_template is None:
-            if self.template_vars:
-                raise ConfigError(
-                    "template_vars (--template-var) are for a chat template; name it too by "
-                    "chat_template (--chat-template)"
-                )
             return
         if not self.chat:
             raise ConfigError(

@@ -303,7 +303,7 @@ def plan(
                 options = replace(options, eod=eod)
     if options.chat_template is not None:
         # All of it, for workers elsewhere, and so that another one is another conversion.
-        template = find_template(options.chat_template, options.tokenizer, options.template_vars)
+        template = find_template(options.chat_template, options.tokenizer)
         options = replace(options, chat_template=as_option(template))
     skipped_files = SkippedFiles()
     work_dir = WorkDir.of(prefix, execution.work_dir, storage)

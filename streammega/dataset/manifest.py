@@ -112,8 +112,8 @@ class Manifest:
     loss_modes: the modes of sequences that are learned; None: modes mean something else, or the
     dataset has no modes. origins: xxh3-128 of the `.origins` of each shard; None: it has no such
     files. pack: the "length" of bins in tokens, how many there are ("bins"), and their tokens of no
-    document ("padding"); None: documents are end to end. chat_template: its name, digest and
-    variables; None: no template wrote the conversations. columns: what is stored for each token next to
+    document ("padding"); None: documents are end to end. chat_template: its name and
+    digest; None: no template wrote the conversations. columns: what is stored for each token next to
     the ids; in no identity.
     seen_at: the folder and endpoint where the ETags of shards were seen. They do not count in a copy.
     folder_labels: what manifests in a folder say of its shards. pointers: (shard, sequence of it, its first

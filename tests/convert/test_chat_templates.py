@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from streammega import DataConfig, IndexedDataset, SFTDataset
-from streammega.convert import ChatEncoder, ConvertOptions, convert
+from streammega.convert import ChatEncoder, convert
 from streammega.convert.tokenize import chat as chats
 from streammega.convert.tokenize import chat_templates as families
 from streammega.convert.tokenize import encode, long_text, tokenizers
@@ -609,7 +609,7 @@ def test_templates_of_the_hub_come_with_their_tokenizer(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert find_template("tokenizer", "own/model").source == "{{ eos_token }}1"
-    assert find_template("tokenizer", "own/model").variables == {"eos_token": "</s>"}
+    assert find_template("tokenizer", "own/model").tokens == {"eos_token": "</s>"}
     with pytest.raises(
         ConvertError, match=r"own/away: the hub could not give its special_tokens_map\.json"
     ):
@@ -766,64 +766,51 @@ def test_roles_are_no_beginnings_of_special_tokens(tmp_path: Path) -> None:
         assert model.decode(ids[answers].tolist(), skip_special_tokens=False) == "b turn<|im_end|>"
 
 
-DATED = (
-    "{{ strftime_now('%d %b %Y') }}{% if thinking is false %}!{% endif %}{{ bos_token }}"
-    + BLOCK.sub("", BUILT_IN["chatml"])
-)
+DATED = "{{ strftime_now('%d %b %Y') }}{{ bos_token }}" + BUILT_IN["chatml"]
+DAY = "{% macro strftime_now(format) %}31 Jan 2026{% endmacro %}"
 
 
-@pytest.mark.guarantee("variables-chat-template")
-def test_variables_reach_the_template_as_transformers_passes_them() -> None:
-    variables = {"thinking": False, "strftime_now": "2026-01-31", "bos_token": "<s>"}
-    encoder = ChatEncoder(TOKENIZER, DATED, variables=variables)
-    assert encoder.render(chat("a", "b"), "a:1").text.startswith("31 Jan 2026!<s><|im_start|>")
-    # a string is not false
-    text = ChatEncoder(TOKENIZER, DATED, variables=variables | {"thinking": "false"})
-    assert text.render(chat("a", "b"), "a:1").text.startswith("31 Jan 2026<s>")
-
-
-@pytest.mark.guarantee("variables-chat-template")
-@pytest.mark.parametrize(
-    ("source", "variables", "message"),
-    [
-        (DATED, {}, r"writes a date \(strftime_now\).*--template-var strftime_now=YYYY-MM-DD"),
-        ("{{ date_string }}", {}, "writes a date"),
-        (DATED, {"strftime_now": "31.1.2026"}, "'31.1.2026'; write the day as YYYY-MM-DD"),
-        (DATED, {"strftime_now": 2026}, "2026; write the day"),
-        ("chatml", {"enable_thinkng": False}, "'enable_thinkng', which chat template chatml does"),
-        ("chatml", {"messages": []}, "'messages', which comes with each conversation"),
-    ],
-)
-def test_variables_that_change_nothing_and_dates_that_nobody_names_are_refused(
-    source: str, variables: dict[str, Any], message: str
-) -> None:
+@pytest.mark.guarantee("chat-template-date")
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_template_that_writes_todays_date_is_refused(tmp_path: Path, on_error: str) -> None:
     """The same command gives the same tokens on any day."""
-    with pytest.raises(ConfigError, match=message):
-        ChatEncoder(TOKENIZER, source, variables=variables)
-
-
-@pytest.mark.guarantee("variables-chat-template")
-def test_a_conversion_by_variables_is_another_one_and_its_manifest_names_them(
-    tmp_path: Path,
-) -> None:
     source = lines(tmp_path / "in.jsonl", chat("ask", "tell"))
-    options = CONVERSION | {"chat_template": DATED}
-    texts = []
-    for day in ("2026-01-31", "2026-02-01"):
-        out = str(tmp_path / day)
-        convert([source], out, **options, template_vars={"strftime_now": day})
-        recorded = json.loads((tmp_path / f"{day}.manifest.json").read_text())["chat_template"]
-        expected = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": day}
-        assert recorded["variables"] == expected
-        assert recorded["name"] == "as given"
-        indexed = IndexedDataset(out)
-        ids = np.concatenate([np.asarray(indexed[n][0]) for n in range(len(indexed))])
-        texts.append(Tokenizer.from_file(TOKENIZER).decode(ids.tolist()))
-    assert [text[:11] for text in texts] == ["31 Jan 2026", "01 Feb 2026"]
-    settings = [ConvertOptions(template_vars={"a": n}, chat=True, chat_template="x") for n in "bc"]
-    assert settings[0].digest() != settings[1].digest()
-    with pytest.raises(ConfigError, match="for a chat template; name it too"):
-        ConvertOptions(template_vars={"a": 1})
+    options = CONVERSION | {"chat_template": DATED, "on_error": on_error}
+    with pytest.raises(ConfigError, match=r"as given writes today's date.*let a copy of it begin"):
+        convert([source], str(tmp_path / "out"), **options)
+
+
+@pytest.mark.guarantee("chat-template-date")
+def test_a_template_sets_its_date_and_variables_itself(tmp_path: Path) -> None:
+    templates = {
+        "a date": (DAY + DATED, "31 Jan 2026<s><|im_start|>"),
+        "llama": (
+            "{% if date_string is not defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+            "{{ date_string }}" + BUILT_IN["chatml"],
+            "26 Jul 2024<|im_start|>",
+        ),
+        "a variable": (
+            "{% set thinking = false %}{% if thinking is false %}!{% endif %}" + DAY + DATED,
+            "!31 Jan 2026<s>",
+        ),
+    }
+    for source, begin in templates.values():
+        text = ChatEncoder(TOKENIZER, source).render(chat("a", "b"), "a:1").text
+        assert text.startswith(begin)
+
+
+def test_a_manifest_tells_templates_and_their_special_tokens_apart(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(Path(TOKENIZER).read_bytes())
+    source = lines(tmp_path / "in.jsonl", chat("ask", "tell"))
+    options = CONVERSION | {"tokenizer": str(tmp_path)}
+    recorded = []
+    for template, bos in ((DAY + DATED, "<s>"), (DAY + DATED, "</s>"), (DAY + DATED + " ", "</s>")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+        out = str(tmp_path / "out")
+        convert([source], out, **options, chat_template=template, overwrite=True)
+        recorded.append(json.loads((tmp_path / "out.manifest.json").read_text())["chat_template"])
+    assert {record["name"] for record in recorded} == {"as given"}
+    assert len({record["digest"] for record in recorded}) == 3
 
 
 @pytest.mark.guarantee("conversations-without-answer")

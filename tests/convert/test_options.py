@@ -25,11 +25,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--hf-split train": {"hf_split": "train"},
     "--tar-member txt": {"tar_member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
-    "--chat --chat-template c --template-var a=false --template-var b=c=d --template-var e=[1]": {
-        "chat": True,
-        "chat_template": "c",
-        "template_vars": {"a": False, "b": "c=d", "e": [1]},
-    },
     "--eod <e>": {"eod": "<e>"},
     "--no-append-eod": {"append_eod": False},
     "--eod-id 7": {"eod_id": 7},
@@ -90,14 +85,6 @@ def test_options_are_the_settings_they_name(words: str, monkeypatch: pytest.Monk
     assert not given["overwrite"]
 
 
-@pytest.mark.parametrize("pair", ["thinking", "=1", "thinking=False"])
-def test_variables_of_a_template_that_are_not_what_they_look_like_are_refused(pair: str) -> None:
-    words = ["convert", "in.jsonl", "out", "--chat", "--template-var", pair]
-    error = CliRunner().invoke(app, words).exception
-    assert isinstance(error, ConfigError)
-    assert repr(pair) in str(error)
-
-
 @pytest.mark.parametrize("words", ["", *EXECUTION])
 def test_how_the_work_is_done_is_as_asked(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     default = {"shuffle_memory_bytes": 4 << 30}
@@ -140,7 +127,6 @@ def test_modes_may_be_a_list_and_are_checked_one_by_one() -> None:
         ({"text_keys": "text"}, r"text_keys \(--text-key\) is 'text'; it must be a list"),
         ({"keep_modes": "12"}, r"keep_modes \(--keep-mode\) is '12'; it must be a list"),
         ({"dedup": "no"}, r"dedup \(--dedup\) is 'no'; it must be true or false"),
-        ({"template_vars": "a=1"}, "is 'a=1'; it must be a mapping"),
         ({"tokenizer": 7}, r"tokenizer \(--tokenizer\) is 7; it must be text"),
         ({"min_tokens": -5}, r"min_tokens \(--min-tokens\) is -5; it must be at least 0"),
         ({"keep_modes": (999,)}, r"keep_modes \(--keep-mode\) is \(999,\); .*at most 127"),

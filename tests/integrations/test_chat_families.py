@@ -91,7 +91,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_templates_of_real_models_are_known(
     name: str, templates: dict[str, str], tokenizer: str
 ) -> None:
-    encoder = ChatEncoder(tokenizer, templates[name], variables=variables_of(templates[name]))
+    encoder = ChatEncoder(tokenizer, with_variables(templates[name]))
     assert encoder.template.family is not None
     assert encoder.template.family.name == KNOWN[name]
 
@@ -114,7 +114,7 @@ def test_ids_are_those_of_transformers_and_masks_those_of_trl(
         except Exception:  # what a template raises is its own
             continue
         try:
-            encoder = ChatEncoder(tokenizer, source, variables=variables_of(source))
+            encoder = ChatEncoder(tokenizer, with_variables(source))
             ids, answers = encoder.conversation(record, "a:1")
         except FormatError:
             refused.add(name)
@@ -154,9 +154,7 @@ class Transformers:
 
     def rendered(self, source: str, record: dict[str, Any]) -> tuple[str, list[int], list[bool]]:
         """(text, ids, which of them are marked)."""
-        variables = variables_of(source)
-        variables.pop("strftime_now", None)
-        options = {"tools": record["tools"], "chat_template": source, **variables}
+        options = {"tools": record["tools"], "chat_template": source, **variables_of(source)}
         text = self._tokenizer.apply_chat_template(record["messages"], tokenize=False, **options)
         made = self._tokenizer.apply_chat_template(
             record["messages"], return_dict=True, return_assistant_tokens_mask=True, **options
@@ -164,14 +162,22 @@ class Transformers:
         return text, made["input_ids"], [bool(mark) for mark in made["assistant_masks"]]
 
 
-def variables_of(source: str) -> dict[str, Any]:
-    """Special tokens of the model, and a date for those that write one."""
+def with_variables(source: str) -> str:
+    """A template that sets the variables of its model itself, and the day of `Transformers`."""
+    written = {"%d %b %Y": "31 Jan 2026", "%Y-%m-%d": "2026-01-31"}
+    day = f"{{% macro strftime_now(format) %}}{{{{ {written}[format] }}}}{{% endmacro %}}"
+    variables = variables_of(source).items()
+    return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + day + source
+
+
+def variables_of(source: str) -> dict[str, str]:
+    """Special tokens of the model, and a date for those that take one."""
     bos, eos = "<s>", "</s>"
     if "<｜Assistant｜>" in source:
         bos, eos = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     elif "<|end|>" in source:
         eos = "<|endoftext|>"
-    variables = {"bos_token": bos, "eos_token": eos, "strftime_now": "2026-01-31"}
+    variables = {"bos_token": bos, "eos_token": eos}
     if "strftime_now" not in source and "date_string" in source:
         variables["date_string"] = "26 Jul 2024"
     return {name: value for name, value in variables.items() if name in source}

@@ -207,7 +207,7 @@ def _manifest(folder: Path) -> Manifest:
         shards=[entry],
         origins=["0" * 32],
         pack={"length": 8, "bins": 2, "padding": 1},
-        chat_template={"name": "chatml", "digest": "2", "variables": {"a": [1]}},
+        chat_template={"name": "chatml", "digest": "2"},
     )
 
 

@@ -8,9 +8,8 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
 from streammega.convert.tokenize.chat_templates import (
-    DATE,
     PROBE,
     ChatTemplate,
     Rendered,
@@ -73,10 +71,6 @@ NEEDED = {
 OWN = "tokenizer"
 """The name of a tokenizer's own template."""
 TEMPLATE = "chat_template.jinja"
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables that are of the record, or of how it is rendered."""
-DATES = {DATE: f"{DATE}=YYYY-MM-DD", "date_string": "'date_string=26 Jul 2024'"}
-"""Variables by which templates write a date, and how they are given."""
 STAND_IN = 0x100000
 """The first of the private characters that replace a template's special tokens where messages
 spell some too.
@@ -91,9 +85,6 @@ class ChatEncoder:
             or one that is loaded.
         template: `tokenizer` (its own; `tokenizer:NAME` for one of several), `chatml`, `llama3`, or
             a file.
-        variables: what the template may look at besides the conversation, as the keyword arguments
-            of transformers' apply_chat_template: `{"enable_thinking": False}`. `strftime_now` is a
-            day, "2026-01-31".
         special_tokens_in_text: what a special token that a message spells becomes: `text`, or
             `parse`, its id.
         pattern: how a .tiktoken file cuts text.
@@ -106,7 +97,6 @@ class ChatEncoder:
         tokenizer: str | Tokenizer,
         template: str | ChatTemplate = "tokenizer",
         *,
-        variables: Mapping[str, Any] | None = None,
         special_tokens_in_text: str = "text",
         pattern: str | None = None,
     ) -> None:
@@ -117,7 +107,7 @@ class ChatEncoder:
             )
         name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
         if isinstance(template, str):
-            template = find_template(template, name, variables)
+            template = find_template(template, name)
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, pattern=pattern)
         self.template = template
@@ -262,40 +252,34 @@ def _covered(spans: TokenSpans, answers: NDArray[np.int64]) -> NDArray[np.bool_]
     return np.asarray(answers_around > 0)
 
 
-def find_template(
-    name: str, tokenizer: str | None, variables: Mapping[str, Any] | None = None
-) -> ChatTemplate:
+def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
     """A template by its name: `chatml`, `llama3`, `tokenizer` (or `tokenizer:NAME`, one of
     several), a file, or as it is written.
 
     tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens are
-    in the folder of its tokenizer.json. variables: what the template may look at besides, as
-    transformers passes them. Raises ConfigError, ConvertError, ObjectNotFoundError.
+    in the folder of its tokenizer.json. Raises ConvertError, ObjectNotFoundError.
     """
     if name.startswith("{"):
         resolved = _resolved(name)
         if resolved is not None:
             return resolved
     settings = read_settings(tokenizer)
-    tokens = special_token_names(settings)
-    template = _find(name, tokenizer, settings)
-    _check_variables(template, variables or {})
-    return replace(template, variables=tokens | dict(variables or {}))
+    shown, source = _find(name, tokenizer, settings)
+    return ChatTemplate(name=shown, source=source, tokens=special_token_names(settings))
 
 
-def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> ChatTemplate:
-    """A template by its name, without variables."""
+def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> tuple[str, str]:
+    """(name for messages, source) of a template."""
     if name in BUILT_IN:
-        return ChatTemplate(name=name, source=BUILT_IN[name], variables={})
+        return name, BUILT_IN[name]
     kind, _, name_of_several = name.partition(":")
     if kind == OWN:
-        source = _own(name_of_several, settings, tokenizer)
-        return ChatTemplate(name=name, source=source, variables={})
+        return name, _own(name_of_several, settings, tokenizer)
     if "{{" in name or "{%" in name:
-        return ChatTemplate(name="as given", source=name, variables={})
+        return "as given", name
     try:
         with open(name, encoding="utf-8") as file:
-            source = file.read()
+            return os.path.basename(name), file.read()
     except UnicodeDecodeError:
         raise ConvertError(
             f"{name}: a chat template is a text file in UTF-8; this file is not"
@@ -305,47 +289,13 @@ def _find(name: str, tokenizer: str | None, settings: dict[str, Any]) -> ChatTem
         raise ObjectNotFoundError(
             f"chat template {name!r} is neither {known} nor a readable file ({error.strerror})"
         ) from None
-    return ChatTemplate(name=os.path.basename(name), source=source, variables={})
-
-
-def _check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-    """Raise ConfigError for variables that the template does not look at, and for a date that it
-    writes and no variable gives.
-    """
-    names = set(re.findall(r"\w+", template.source))
-    for name in variables:
-        if name in RESERVED:
-            raise ConfigError(
-                f"template_vars (--template-var) sets {name!r}, which comes with each conversation; "
-                f"leave it out"
-            )
-        if name not in names:
-            raise ConfigError(
-                f"template_vars (--template-var) sets {name!r}, which chat template "
-                f"{template.name} does not look at; leave it out, or correct its name"
-            )
-    dates = [name for name in DATES if name in names]
-    if dates and not any(name in variables for name in dates):
-        raise ConfigError(
-            f"chat template {template.name} writes a date ({', '.join(dates)}); say which by "
-            f"--template-var {DATES[dates[0]]} (template_vars), so that the tokens do not depend on "
-            f"the day or on a default of the template"
-        )
-    if DATE in variables:
-        try:
-            datetime.fromisoformat(variables[DATE])
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"template_vars (--template-var) sets {DATE} to {variables[DATE]!r}; write the day "
-                f"as YYYY-MM-DD"
-            ) from None
 
 
 def as_option(template: ChatTemplate) -> str:
     """A template as a setting that any machine can use and that changes with all of it:
     `find_template` reads it back.
     """
-    fields = {"name": template.name, "source": template.source, "variables": template.variables}
+    fields = {"name": template.name, "source": template.source, "tokens": template.tokens}
     # sorted: it is part of a conversion's fingerprint
     return json.dumps(fields, sort_keys=True)
 
@@ -356,7 +306,7 @@ def _resolved(text: str) -> ChatTemplate | None:
         fields = parse_json(text)
     except ValueError:
         return None
-    if isinstance(fields, dict) and set(fields) == {"name", "source", "variables"}:
+    if isinstance(fields, dict) and set(fields) == {"name", "source", "tokens"}:
         return ChatTemplate(**fields)
     return None
 

@@ -2,8 +2,8 @@
 answers are.
 
 Templates are written in jinja, as `transformers` has them: they get `messages`, `tools`,
-`documents`, `add_generation_prompt`, the names of special tokens, and variables. They are foreign
-code: they run in jinja's sandbox, on plain data, and learn nothing of the machine or the day.
+`documents`, `add_generation_prompt` and the names of special tokens. They are foreign code:
+they run in jinja's sandbox, on plain data, and learn nothing of the machine or the day.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config.validate import parse_json
-from streammega.convert.options import digest_of_bytes
+from streammega.convert.options import digest_of_json
 from streammega.dataset.conversations import encodable, joined_content, turns_of
-from streammega.errors import ConvertError, FormatError
+from streammega.errors import ConfigError, ConvertError, FormatError
 from streammega.errors.cached_property import cached_property
 
 BEGIN = "\U0010fffe"
@@ -35,8 +34,6 @@ MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
 _BLANKS = re.compile(r"\s*")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """How the reasoning of an answer is called, as transformers knows it."""
-DATE = "strftime_now"
-"""The variable that holds a day, YYYY-MM-DD, and is a function of a format to templates."""
 PROBE = [
     {"role": "user", "content": "first question"},
     {"role": "assistant", "content": "first answer"},
@@ -204,22 +201,13 @@ class ChatTemplate:
     name: str
     """For messages."""
     source: str
-    variables: dict[str, Any]
-    """Special tokens of the tokenizer, such as `bos_token`, and variables that the user gives."""
+    tokens: dict[str, str]
+    """Special tokens of the tokenizer by the names that templates have for them: `bos_token`."""
 
     @property
     def record(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        digest = digest_of_bytes(self.source.encode(), 16)
-        return {"name": self.name, "digest": digest, "variables": self.variables}
-
-    @cached_property
-    def _constants(self) -> dict[str, Any]:
-        """The names that are the same for every conversation."""
-        names = dict(self.variables)
-        if DATE in names:
-            names[DATE] = datetime.fromisoformat(names[DATE]).strftime
-        return names
+        return {"name": self.name, "digest": digest_of_json([self.source, self.tokens])}
 
     @cached_property
     def family(self) -> Family | None:
@@ -342,9 +330,11 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": prompt,
             STEPS: [MAX_STEPS],
-        } | self._constants
+        } | self.tokens
         try:
             text = template.render(names)
+        except ConfigError as error:
+            raise ConfigError(f"chat template {self.name} {error}") from None
         except (
             jinja2.TemplateError,
             TypeError,
@@ -590,7 +580,12 @@ def _environment(*, marks: bool) -> Any:
     environment.filters |= {"tojson": _as_json, "counted": jinja2.pass_context(_counted)}
     # what they write is another text each time
     del environment.filters["random"], environment.globals["lipsum"]
-    environment.globals |= {"raise_exception": _refuse, "namespace": Namespace, "dict": _dictionary}
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _refuse_date,
+        "namespace": Namespace,
+        "dict": _dictionary,
+    }
     return environment
 
 
@@ -643,6 +638,13 @@ def _refuse(message: str) -> None:
     import jinja2
 
     raise jinja2.exceptions.TemplateError(str(message))
+
+
+def _refuse_date(*args: Any) -> None:
+    raise ConfigError(
+        "writes today's date, and tokens must not depend on the day; let a copy of it begin with "
+        "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+    )
 
 
 def _dictionary(*args: Any, **names: Any) -> dict[Any, Any]:
