@@ -105,9 +105,8 @@ class ConvertOptions:
     `--tokenizer-hf-include-special-tokens`.
     """
     tiktoken_pattern: Annotated[str | None, Flag(TEXT)] = None
-    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, llama3.1, qwen,
-    or a regular expression. None: by the number of its tokens, where that is one of these; llama3.1
-    has to be given, as it names other special tokens of the same number.
+    """How a file of byte pairs cuts text: gpt2, cl100k_base, o200k_base, llama3, llama3.1 or qwen,
+    with their special tokens, or a regular expression. With it, a .model file is one of byte pairs.
     """
     min_tokens: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
     """Drop documents with fewer tokens."""

@@ -876,8 +876,8 @@ def test_a_loop_knows_its_length_whatever_it_goes_through() -> None:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chats, "LONG", 2000)
     monkeypatch.setattr(encode, "LONG", 2000)
-    monkeypatch.setattr(long_text, "WINDOW", 900)
-    monkeypatch.setattr(long_text, "OVERLAP", 500)
+    monkeypatch.setattr(long_text, "WINDOW", 1000)
+    monkeypatch.setattr(long_text, "OVERLAPS", 2)
 
 
 @pytest.mark.guarantee("long-texts-ids")

@@ -19,6 +19,7 @@ from streammega import IndexedDataset, IndexedDatasetWriter
 from streammega.cli.render import as_text
 from streammega.convert import Task, convert, convert_task, merge_tasks
 from streammega.convert.options import digest_of_bytes
+from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError, StreammegaError
@@ -202,25 +203,33 @@ def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None
         convert_files(tmp_path / "out", tmp_path / "t.parquet", text_keys=("ids",))
 
 
-def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Path) -> None:
+def test_how_a_tiktoken_file_cuts_text_is_asked_for_and_never_guessed(tmp_path: Path) -> None:
     import base64
 
     import tiktoken
 
     ranks = {bytes([n]): n for n in range(256)} | {b"12": 256, b"34": 257, b"1234": 258}
-    path = tmp_path / "own.tiktoken"
-    path.write_text(
-        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
-    )
+    pairs = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "it's 1234 ok"}])
-    with pytest.raises(ConvertError, match=r"own\.tiktoken.*259.*--tiktoken-pattern"):
-        convert_files(tmp_path / "no", source, tokenizer=str(path))
-    for name, pattern in {
-        "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    }.items():
-        convert_files(tmp_path / name, source, tokenizer=str(path), tiktoken_pattern=name)
-        theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        assert stored_ids(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
+    for file in ("own.tiktoken", "own.model"):
+        path = tmp_path / file
+        path.write_text(pairs)
+        with pytest.raises(ConvertError, match=rf"{file}: .*--tiktoken-pattern"):
+            convert_files(tmp_path / "no", source, tokenizer=str(path))
+        with pytest.raises(ConvertError, match=r"cuts text is not 'gpt'; .*gpt2"):
+            convert_files(tmp_path / "no", source, tokenizer=str(path), tiktoken_pattern="gpt")
+        for number, pattern in enumerate(("gpt2", r"\w+|\W+")):
+            expression = PATTERNS[pattern].expression if pattern in PATTERNS else pattern
+            settings: dict[str, Any] = {"pat_str": expression, "special_tokens": {}}
+            theirs = tiktoken.Encoding("own", mergeable_ranks=ranks, **settings)
+            expected = [[*theirs.encode_ordinary("it's 1234 ok"), 259]]
+            out = tmp_path / f"{file}{number}"
+            convert_files(out, source, tokenizer=str(path), tiktoken_pattern=pattern)
+            assert stored_ids(out) == expected
+            # Commands without that option take it with the name.
+            named = load_tokenizer(f"{path},{pattern}")
+            assert named.digest == load_tokenizer(str(path), pattern=pattern).digest
+            assert named.decode(expected[0]) == "it's 1234 ok<|endoftext|>"
 
 
 EMPTY = [{"text": ""}, {"text": None}, {"text": []}, {"text": [""]}, {"text": " "}]

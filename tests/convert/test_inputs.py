@@ -26,6 +26,7 @@ from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.job import plan_units
 from streammega.convert.read.formats import FORMATS
 from streammega.convert.read.inputs import find_inputs
+from streammega.convert.tokenize.tokenizer_files import PATTERNS
 from streammega.convert.tokenize.tokenizers import load_tokenizer
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
 from tests.support.builders import (
@@ -281,17 +282,13 @@ def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
 
 @pytest.mark.guarantee("corpus-shards-stream")
 def test_llama_files_of_one_size_name_special_tokens_by_their_pattern() -> None:
-    from streammega.convert.tokenize.tokenizer_files import find_pattern
-
-    llama3 = find_pattern("tokenizer.model", 128_000, None)
-    assert llama3 == find_pattern("tokenizer.model", 128_000, "llama3")
-    later = find_pattern("tokenizer.model", 128_000, "llama3.1")
+    llama3, later = PATTERNS["llama3"], PATTERNS["llama3.1"]
     assert later.expression == llama3.expression
-    assert len(set(later.special_tokens)) == len(set(llama3.special_tokens)) == 256
-    named = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
-    assert {number: later.special_tokens[number] for number in named} == named
-    assert llama3.special_tokens[8:10] == ("<|reserved_special_token_4|>", "<|eot_id|>")
-    assert later.special_tokens[255] == "<|reserved_special_token_247|>"
+    assert [*llama3.special_tokens.values()] == [*later.special_tokens.values()] == [*range(256)]
+    named = {"<|finetune_right_pad_id|>": 4, "<|eom_id|>": 8, "<|eot_id|>": 9, "<|python_tag|>": 10}
+    assert named.items() <= later.special_tokens.items()
+    assert llama3.special_tokens["<|reserved_special_token_4|>"] == 8
+    assert later.special_tokens["<|reserved_special_token_247|>"] == 255
 
 
 def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
@@ -299,21 +296,22 @@ def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
 
     import tiktoken
 
-    from streammega.convert.tokenize.tokenizer_files import PATTERNS
-
     ranks = {bytes([value]): value for value in range(256)} | {b"do": 256, b"doc": 257}
     lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]
     (tmp_path / "small.tiktoken").write_bytes(b"\n".join(lines))
-    pattern = next(own.expression for own in PATTERNS if own.name == "cl100k_base")
+    pattern, special = PATTERNS["cl100k_base"]
     model = tiktoken.Encoding(
-        "x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}
+        "x",
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens={token: 258 + number for token, number in special.items()},
     )
     settings: Any = {
         "tokenizer": str(tmp_path / "small.tiktoken"),
         "tiktoken_pattern": "cl100k_base",
     }
     convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1, **settings)
-    assert stored_ids(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
+    assert stored_ids(tmp_path / "out") == [[*model.encode_ordinary(text), 259] for text in TEXTS]
     assert (
         load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(
             model.encode_ordinary("doc")

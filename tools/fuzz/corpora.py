@@ -127,7 +127,8 @@ def tokenizer_target(folder: Path, suffix: str, seeds: Callable[[], list[bytes]]
 
     def run(data: bytes) -> None:
         with stored_in(folder, suffix, data) as path:
-            tokenizer = load_tokenizer(path)
+            pattern = "gpt2" if suffix == ".tiktoken" else None
+            tokenizer = load_tokenizer(path, pattern=pattern)
             for ids in tokenizer.encode(list(TEXTS)):
                 numbers = [int(number) for number in ids]
                 assert all(0 <= number < tokenizer.vocab_size for number in numbers)

@@ -87,7 +87,7 @@ class ChatEncoder:
             a file.
         special_tokens_in_text: what a special token that a message spells becomes: `text`, or
             `parse`, its id.
-        pattern: how a .tiktoken file cuts text.
+        pattern: how a file of byte pairs cuts text.
 
     Raises ConvertError, ObjectNotFoundError, ConfigError.
     """
@@ -135,7 +135,7 @@ class ChatEncoder:
         tokenizer = self._tokenizer
         # Special tokens of the template must be kept apart from those that messages spell.
         needs_stand_ins = bool(chat.breaks) or self._always_stands_in
-        is_long = len(chat.text) >= LONG and not tokenizer.encodes_any_length
+        is_long = len(chat.text) >= LONG
         if not needs_stand_ins and not is_long:
             return chat
         encoded_chat = chat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,10 +31,12 @@ from streammega.storage.fork_lock import process_lock
 NO_TOKENIZER = (
     "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
 )
-Text: TypeAlias = "str | NDArray[Any]"
-"""The text of a sequence; if it is long, its ids."""
-Part = tuple[Text, int, bool]
-"""Text of a sequence, its mode, and whether it ends with the end-of-document token."""
+Ids: TypeAlias = NDArray[Any]
+Part = tuple[str | Ids, int, bool]
+"""Text of a sequence (if it is long, or by a chat template, its ids), its mode, and whether it ends
+with the end-of-document token.
+"""
+EncodedPart = tuple[Ids, int, bool]
 
 
 class BatchEncoder:
@@ -85,31 +86,43 @@ class BatchEncoder:
         source_bytes = sum(len(document.data) or document.size for document in documents)
         if self.options.provenance:
             documents = [_with_fields(document) for document in documents]
-        if self._chat is None:
-            parts, numbers = self._read(documents, self.parts, skipped)
-        else:
-            chats, numbers = self._read(documents, self._rendered, skipped)
-            parts = [self._parts_of_chat(*encoded) for encoded in self._chat.encode(chats)]
-        # of all documents at once: the library encodes several texts in parallel
-        texts = [text for document in parts for text, _, _ in document]
-        ids = self._encode(texts) if texts else []
-        if not all(map(len, ids)):
-            parts, ids, kept = self._without_empty(parts, ids, skipped)
-            numbers = [numbers[row] for row in kept]
-        tokens = self._pack(parts, ids, source_bytes, skipped)
+        read = self.parts if self._chat is None else self._rendered
+        contents, numbers = self._read(documents, read, skipped)
+        if self._chat is not None:
+            contents = [self._parts_of_chat(*encoded) for encoded in self._chat.encode(contents)]
+        encoded_documents = self._encode(contents)
+        kept = [row for row, sequences in enumerate(encoded_documents) if sequences]
+        for _ in range(len(contents) - len(kept)):
+            skipped.leave_out("empty")
+        tokens = self._pack([encoded_documents[row] for row in kept], source_bytes, skipped)
         if not self.options.provenance:
             return tokens
-        origins = collect_origins(origin_of(documents[number], self.options) for number in numbers)
+        origins = collect_origins(origin_of(documents[numbers[row]], self.options) for row in kept)
         return replace(tokens, origins=origins)
 
-    def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:
-        """Ids of texts; those of long ones are there already."""
-        plain = [text for text in texts if isinstance(text, str)]
-        ids = self.tokenizer.encode(plain)
-        if len(plain) == len(texts):
-            return ids
-        encoded = iter(ids)
-        return [next(encoded) if isinstance(text, str) else text for text in texts]  # type: ignore[misc]
+    def _encode(self, documents: list[list[Part]]) -> list[list[EncodedPart]]:
+        """The ids of all parts, without documents' parts that have no token, as Megatron does.
+
+        The last sequence that is kept gets the end of its document. Where sequences have modes, an
+        empty one that ends its document (or a message) stays, as an end alone.
+        """
+        # of all documents at once: the library encodes several texts in parallel
+        texts = [text for parts in documents for text, _, _ in parts if isinstance(text, str)]
+        ids_of_texts = iter(self.tokenizer.encode(texts))
+        encoded: list[list[EncodedPart]] = []
+        for parts in documents:
+            sequences: list[EncodedPart] = []
+            for text, mode, is_end in parts:
+                ids = next(ids_of_texts) if isinstance(text, str) else text
+                if len(ids) or (is_end and self.options.makes_modes):
+                    sequences.append((ids, mode, is_end))
+            if not any(len(ids) for ids, _, _ in sequences):
+                sequences = []
+            elif not self.options.makes_modes:
+                ids, mode, _ = sequences[-1]
+                sequences[-1] = (ids, mode, True)
+            encoded.append(sequences)
+        return encoded
 
     def _read(
         self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
@@ -143,87 +156,30 @@ class BatchEncoder:
             return str(named)
         return str(error)
 
-    def _without_empty(
-        self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped
-    ) -> tuple[list[list[Part]], list[Sequence[int]], list[int]]:
-        """Leave out documents and sequences without a token, as Megatron does. The last sequence
-        that is kept gets the end of the document.
-
-        Where sequences have modes, an empty one that ends its document (or a message) stays, as an
-        end alone. Returns (parts, ids, rows of the documents that are kept).
-        """
-        kept: list[list[Part]] = []
-        kept_ids: list[Sequence[int]] = []
-        rows: list[int] = []
-        encoded = iter(ids)
-        for row, document in enumerate(parts):
-            kept_parts: list[Part] = []
-            ids_of_parts: list[Sequence[int]] = []
-            for part in document:
-                ids_of_part = next(encoded)
-                _, _, is_end = part
-                if len(ids_of_part) or (is_end and self.options.makes_modes):
-                    kept_parts.append(part)
-                    ids_of_parts.append(ids_of_part)
-            if not any(map(len, ids_of_parts)):
-                skipped.leave_out("empty")
-                continue
-            if not self.options.makes_modes:
-                text, mode, _ = kept_parts[-1]
-                kept_parts[-1] = (text, mode, True)
-            kept.append(kept_parts)
-            kept_ids += ids_of_parts
-            rows.append(row)
-        return kept, kept_ids, rows
-
     def _pack(
-        self,
-        parts: list[list[Part]],
-        ids: Sequence[Sequence[int]],
-        source_bytes: int,
-        skipped: Skipped,
+        self, documents: list[list[EncodedPart]], source_bytes: int, skipped: Skipped
     ) -> Tokens:
         """Sequences end to end, with the ids that begin documents and that end them."""
-        sequences = [part for document in parts for part in document]
-        text_lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        lengths = text_lengths.copy()
-        sequences_of = np.fromiter(map(len, parts), np.int64, len(parts))
-        first_sequence_of = np.cumsum(sequences_of) - sequences_of
-        ended = np.fromiter((is_end for _, _, is_end in sequences), np.bool_, len(sequences))
-        if self.eod is not None:
-            lengths[ended] += 1
-        if self.bos is not None:
-            lengths[first_sequence_of] += 1
-        check_lengths(lengths)
-        stops = np.cumsum(lengths)
-        tokens = np.empty(int(lengths.sum()), self.dtype)
-        is_text = np.ones(len(tokens), np.bool_)
-        if self.bos is not None:
-            begins = (stops - lengths)[first_sequence_of]
-            is_text[begins] = False
-            tokens[begins] = self.bos
-        if self.eod is not None:
-            ends = stops[ended] - 1
-            is_text[ends] = False
-            tokens[ends] = self.eod
-        if any(isinstance(ids_of_text, np.ndarray) for ids_of_text in ids):
-            arrays = [np.asarray(ids_of_text) for ids_of_text in ids]
-            tokens[is_text] = np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
-        else:
-            # lists are read into their place, without an array of each
-            all_ids = itertools.chain.from_iterable(ids)
-            tokens[is_text] = np.fromiter(all_ids, self.dtype, int(text_lengths.sum()))
-        # A template writes ends itself, and so may a tokenizer that adds special tokens.
-        if self.eod is not None and self._chat is None and not self.options.add_special_tokens:
-            skipped.eod_in_texts += int(np.count_nonzero(tokens[is_text] == self.eod))
-        modes = None
-        if self.options.makes_modes:
-            modes = np.fromiter((mode for _, mode, _ in sequences), np.int8, len(sequences))
+        begin = [] if self.bos is None else [np.array([self.bos])]
+        end = [] if self.eod is None else [np.array([self.eod])]
+        pieces: list[Ids] = [np.empty(0, self.dtype)]
+        lengths: list[int] = []
+        modes: list[int] = []
+        for document in documents:
+            for number, (ids, mode, is_end) in enumerate(document):
+                sequence = [*(begin if number == 0 else ()), ids, *(end if is_end else ())]
+                pieces += sequence
+                lengths.append(sum(map(len, sequence)))
+                modes.append(mode)
+                # A template writes ends itself, and so may a tokenizer that adds special tokens.
+                if end and self._chat is None and not self.options.add_special_tokens:
+                    skipped.eod_in_texts += int(np.count_nonzero(ids == self.eod))
+        check_lengths(np.array(lengths, np.int64))
         return Tokens(
-            tokens=tokens,
-            lengths=lengths.astype(np.int32),
-            documents=sequences_of,
-            modes=modes,
+            tokens=np.concatenate(pieces, dtype=self.dtype, casting="unsafe"),
+            lengths=np.array(lengths, np.int32),
+            documents=np.array(list(map(len, documents)), np.int64),
+            modes=np.array(modes, np.int8) if self.options.makes_modes else None,
             source_bytes=source_bytes,
         )
 
@@ -251,43 +207,39 @@ class BatchEncoder:
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
-        parts: list[Part] = []
         if self.options.chat and document.is_record:
             # Headers and questions have mode 0, answers mode 1. Every text has an end of its own.
+            parts: list[tuple[str, int, bool]] = []
             for message in messages_of(_record(document), document.where):
                 parts.append((message.header, 0, False))
                 parts.append((message.text, int(message.is_answer), True))
         else:
             texts = self._texts(document)
             parts = [(text, mode, n == len(texts)) for n, (text, mode) in enumerate(texts, 1)]
+            # Where there are modes, an empty answer is a sequence with the end of its document.
+            parts = [part for part in parts if part[0] or (part[2] and self.options.makes_modes)]
+        if not any(text for text, _, _ in parts):
+            return []
         return [
             (self._ids_if_long(text, document.where), mode, is_end) for text, mode, is_end in parts
         ]
 
-    def _ids_if_long(self, text: Text, where: str) -> Text:
-        """The ids take less memory than what a tokenizer needs for all of a long text at once."""
-        if not isinstance(text, str) or len(text) < LONG or self.tokenizer.encodes_any_length:
-            return text
-        windows = encode_long(self.tokenizer, text, where)
-        return np.concatenate([ids.astype(self.dtype) for ids in windows])
-
     def _texts(self, document: RawDocument) -> list[tuple[str, int]]:
         """(text, mode) of each sequence of a document without messages."""
-        texts: list[tuple[str, int]] = []
         if not document.is_record:
-            texts.append((_decode(document), 0))
-        else:
-            record = _record(document)
-            for key, mode in self.options.key_modes:
-                texts += [(text, mode) for text in texts_at(record, key, document.where)]
-        if not any(text for text, _ in texts):
-            return []
-        kept = [(text, mode) for text, mode in texts if text]
-        last_text, last_mode = texts[-1]
-        if self.options.makes_modes and not last_text:
-            # an empty answer is a sequence, with the end of its document
-            kept.append((last_text, last_mode))
-        return kept
+            return [(_decode(document), 0)]
+        record = _record(document)
+        return [
+            (text, mode)
+            for key, mode in self.options.key_modes
+            for text in texts_at(record, key, document.where)
+        ]
+
+    def _ids_if_long(self, text: str, where: str) -> str | Ids:
+        """A long text is encoded alone: it takes much memory, and may be refused."""
+        if len(text) < LONG:
+            return text
+        return encode_long(self.tokenizer, text, where).astype(self.dtype)
 
 
 def _with_fields(document: RawDocument) -> RawDocument:

@@ -4,41 +4,17 @@ what a tokenizer's folder, or its page on the hub, holds besides the tokenizer.j
 
 from __future__ import annotations
 
-import base64
-import binascii
 import itertools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streammega.config.validate import parse_json
 from streammega.errors import ConvertError, ObjectNotFoundError
 
 GPT2_END = "<|endoftext|>"
-GPT2_FILES = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
-"""Names of the two files in a folder: the hub's, and those of Megatron's own downloads."""
-_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASELESS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASELESS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_END = (GPT2_END,)
-MAX_LINE = 4096
-"""Bytes of a file that are looked at for its first line: other files may have none."""
 TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -53,16 +29,19 @@ TOKEN_MAP = "special_tokens_map.json"
 
 
 def find_gpt2_files(name: str) -> tuple[str, str] | None:
-    """The two files of `VOCAB,MERGES`, or of a folder that holds them; None for anything else.
+    """The two files of `VOCAB,MERGES`, or of a folder that holds them; None for a name on the hub,
+    or of one file.
 
     Raises ObjectNotFoundError.
     """
     if os.path.isdir(name):
-        for names in GPT2_FILES:
-            vocab, merges = (os.path.join(name, file) for file in names)
-            if os.path.isfile(vocab) and os.path.isfile(merges):
-                return vocab, merges
-        return None
+        vocab, merges = (os.path.join(name, file) for file in ("vocab.json", "merges.txt"))
+        if not (os.path.isfile(vocab) and os.path.isfile(merges)):
+            raise ObjectNotFoundError(
+                f"{name}: a folder without a tokenizer.json, and without a vocab.json and its "
+                f"merges.txt"
+            )
+        return vocab, merges
     vocab, comma, merges = name.partition(",")
     if not comma or os.path.exists(name):
         return None
@@ -89,21 +68,44 @@ def load_gpt2_files(vocab: str, merges: str) -> Any:
             f"{vocab}, {merges}: are no vocabulary with its merges ({error})"
         ) from None
     tokenizer = Tokenizer(model)
-    bytes_as_letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    missing = [letter for letter in bytes_as_letters if tokenizer.token_to_id(letter) is None]
-    if missing:  # which the library would leave out of texts without a word
+    # What the library has no token for it would leave out of texts without a word.
+    needed = [*sorted(pre_tokenizers.ByteLevel.alphabet()), GPT2_END]
+    missing = [token for token in needed if tokenizer.token_to_id(token) is None]
+    if missing:
         raise ConvertError(
-            f"{vocab}: has no token for {len(missing)} of the 256 bytes ({missing[0]!r}): "
-            f"is it of GPT-2's kind?"
+            f"{vocab}: has no token for {len(missing)} of the 256 bytes and {GPT2_END} "
+            f"({missing[0]!r} for one), so it is not of GPT-2's kind; give a tokenizer.json"
         )
-    if tokenizer.token_to_id(GPT2_END) is None:
-        raise ConvertError(f"{vocab}: has no {GPT2_END}, which ends documents of GPT-2's kind")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([GPT2_END])
     return tokenizer
 
 
+class Pattern(NamedTuple):
+    """How a kind of vocabulary cuts text, and its special tokens."""
+
+    expression: str
+    special_tokens: dict[str, int]
+    """Their ids, counted from the end of the vocabulary."""
+
+
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASELESS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASELESS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _LLAMA3_NAMES = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -115,94 +117,62 @@ _LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python
 """What Llama 3.1 to 3.3 name too."""
 
 
-def _llama3_tokens(named: dict[int, str]) -> tuple[str, ...]:
-    """The 256 special tokens behind Llama-3's 128,000."""
+def _llama3_tokens(named: dict[int, str]) -> dict[str, int]:
+    """The 256 special tokens of Llama 3."""
     # numbered by themselves: those with names leave no gap
     reserved = (f"<|reserved_special_token_{number}|>" for number in itertools.count())
-    return tuple(named.get(number) or next(reserved) for number in range(256))
+    return {named.get(number) or next(reserved): number for number in range(256)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pattern:
-    """How a vocabulary cuts text, and its special tokens."""
-
-    name: str
-    expression: str
-    size: int = 0
-    """Its own tokens."""
-    first: int | None = None
-    """The id of its first special token, if that is not the first free one."""
-    special_tokens: tuple[str, ...] = _END
-
-
-PATTERNS = (
-    Pattern(name="gpt2", expression=_GPT2, size=50256),
-    Pattern(name="p50k_base", expression=_GPT2, size=50280),
-    Pattern(name="cl100k_base", expression=_CL100K, size=100256, first=100257),
-    Pattern(name="o200k_base", expression=_O200K, size=199998, first=199999),
-    Pattern(
-        name="llama3",
-        expression=_LLAMA3,
-        size=128000,
-        special_tokens=_llama3_tokens(_LLAMA3_NAMES),
+PATTERNS = {
+    "gpt2": Pattern(_GPT2, {GPT2_END: 0}),
+    # These two leave one number out.
+    "cl100k_base": Pattern(
+        _CL100K,
+        {
+            GPT2_END: 1,
+            "<|fim_prefix|>": 2,
+            "<|fim_middle|>": 3,
+            "<|fim_suffix|>": 4,
+            "<|endofprompt|>": 20,
+        },
     ),
-    # Its byte pairs are those of llama3, which is found by the size.
-    Pattern(
-        name="llama3.1",
-        expression=_LLAMA3,
-        size=128000,
-        special_tokens=_llama3_tokens(_LLAMA3_NAMES | _LLAMA31_NAMES),
-    ),
-    Pattern(
-        name="qwen",
-        expression=_QWEN,
-        size=151643,
-        special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    ),
-)
+    "o200k_base": Pattern(_O200K, {GPT2_END: 1, "<|endofprompt|>": 20}),
+    "llama3": Pattern(_LLAMA3, _llama3_tokens(_LLAMA3_NAMES)),
+    "llama3.1": Pattern(_LLAMA3, _llama3_tokens(_LLAMA3_NAMES | _LLAMA31_NAMES)),
+    "qwen": Pattern(_QWEN, {GPT2_END: 0, "<|im_start|>": 1, "<|im_end|>": 2}),
+}
+"""Those of vocabularies that are given as files. tiktoken's own registry has them only together with
+a download of the vocabulary.
+"""
 
 
-def find_pattern(path: str, size: int, wanted: str | None) -> Pattern:
-    """The pattern of a file of `size` byte pairs: the one that is wanted, by name or written out,
-    else by the size.
+def load_tiktoken_file(path: str, pattern: str | None) -> Any:
+    """The encoding of a file of byte pairs. pattern: a name of PATTERNS, or a regular expression.
 
-    Raises ConvertError where nothing tells it.
+    Raises ConvertError where it is neither, and what the library raises.
     """
-    by_name = {pattern.name: pattern for pattern in PATTERNS}
-    by_size = {pattern.size: pattern for pattern in reversed(PATTERNS)}  # the first of a size
-    if wanted is None and size in by_size:
-        return by_size[size]
-    if wanted in by_name:
-        pattern = by_name[wanted]
-        # another vocabulary has the expression, and special tokens of its own
-        is_its_own = pattern.size == size
-        return (
-            pattern if is_its_own else replace(pattern, size=size, first=None, special_tokens=_END)
-        )
-    if wanted is not None and "\\" in wanted:
-        return Pattern(name="own", expression=wanted, size=size)
-    reason = (
-        f"no pattern is called {wanted!r}"
-        if wanted
-        else f"its {size} tokens are those of no known vocabulary"
-    )
-    raise ConvertError(
-        f"{os.path.basename(path)}: how it cuts text is not in the file, and {reason}; "
-        f"give --tiktoken-pattern, one of {', '.join(by_name)}, or a regular expression"
-    )
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
 
-
-def is_tiktoken_file(path: str) -> bool:
-    """Whether a file is a list of byte pairs, a line each: base64 and a number."""
-    try:
-        with open(path, "rb") as file:
-            words = file.readline(MAX_LINE).split()
-        if len(words) != 2 or not words[1].isdigit():
-            return False
-        token = base64.b64decode(words[0], validate=True)
-    except (OSError, binascii.Error):
-        return False
-    return bool(token)
+    name = os.path.basename(path)
+    chosen = PATTERNS.get(pattern or "")
+    if chosen is None:
+        if pattern is None or "\\" not in pattern:
+            reason = f" is not {pattern!r}" if pattern else " is not in the file"
+            raise ConvertError(
+                f"{name}: how it cuts text{reason}; give --tiktoken-pattern, one of "
+                f"{', '.join(PATTERNS)}, or a regular expression"
+            )
+        chosen = Pattern(pattern, {GPT2_END: 0})
+    ranks = load_tiktoken_bpe(path)
+    end = max(ranks.values(), default=-1) + 1
+    return tiktoken.Encoding(
+        name,
+        pat_str=chosen.expression,
+        mergeable_ranks=ranks,
+        special_tokens={token: end + number for token, number in chosen.special_tokens.items()},
+    )
 
 
 def read_settings(tokenizer: str | None) -> dict[str, Any]:

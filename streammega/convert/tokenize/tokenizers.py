@@ -1,14 +1,12 @@
 """Tokenizers of every kind behind one interface: Hugging Face, SentencePiece, tiktoken, bytes.
 
-Another kind is a subclass of Tokenizer here, and its line in TOKENIZERS below.
+Another kind is a subclass of Tokenizer here, and its names in `load_tokenizer`.
 """
 
 from __future__ import annotations
 
 import base64
 import difflib
-import hashlib
-import itertools
 import json
 import os
 import re
@@ -25,9 +23,8 @@ from streammega.config.validate import parse_json
 from streammega.convert.options import digest_of_bytes
 from streammega.convert.tokenize.tokenizer_files import (
     find_gpt2_files,
-    find_pattern,
-    is_tiktoken_file,
     load_gpt2_files,
+    load_tiktoken_file,
     quiet_hub,
     read_settings,
     special_token_names,
@@ -64,7 +61,7 @@ RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
 """Settings of BPE and unigram models by which a text has other tokens each time."""
 TIKTOKEN = "tiktoken"
 """The only key of what is stored of a tiktoken encoding."""
-Ids = Sequence[int]
+Ids = NDArray[Any]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
 CHARS_AT_ONCE = 1 << 20
@@ -78,23 +75,19 @@ class TokenSpans(NamedTuple):
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
 
+    def part(self, first: int, stop: int) -> TokenSpans:
+        """Tokens [first, stop)."""
+        return TokenSpans(self.ids[first:stop], self.starts[first:stop], self.stops[first:stop])
 
-class TokenizerSettings(NamedTuple):
-    """How a tokenizer treats text: settings of ConvertOptions, by their names there."""
-
-    special_tokens_in_text: str | None = None
-    add_special_tokens: bool = False
-    pattern: str | None = None
+    def moved(self, distance: int) -> TokenSpans:
+        """The same tokens so much farther in a text."""
+        return TokenSpans(self.ids, self.starts + distance, self.stops + distance)
 
 
 class Tokenizer(ABC):
     """Text to token ids. `digest` changes with what it makes of texts; ids run below vocab_size."""
 
-    has_post_processor = False
-    """Whether it may add tokens to every text."""
-
     name: str
-    digest: str
     vocab_size: int
     special_tokens: dict[str, int]
     """The ids of those that a chat template may write."""
@@ -105,15 +98,10 @@ class Tokenizer(ABC):
     folds_letters = False
     """Whether other spellings of a special token may become that token too."""
 
-    @classmethod
-    @abstractmethod
-    def reads(cls, name: str) -> bool:
-        """Whether a tokenizer of this name is of this kind."""
-
-    @classmethod
-    @abstractmethod
-    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """The tokenizer of a name. Raises ObjectNotFoundError, ConvertError."""
+    @cached_property
+    def digest(self) -> str:
+        """Changes with what it makes of texts."""
+        return digest_of_bytes(self.stored(), 16)
 
     def stored(self) -> bytes:
         """All that it is, for `load_stored`; empty where its name says it."""
@@ -121,11 +109,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
-        """Token ids of each text; bare: without what a post-processor adds."""
+        """Token ids of each text; bare: without what a post-processor adds.
 
-    @abstractmethod
-    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
-        """Tokens of each text with their places, without what a post-processor adds."""
+        Raises ConvertError for a text that the library cannot encode.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -143,13 +130,22 @@ class Tokenizer(ABC):
         """What a post-processor adds before and after every text."""
         return [], []
 
-    @abstractmethod
-    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """Tokens of each text with their places, without what a post-processor adds; of a tokenizer
+        that `parsing_special_tokens` made.
+        """
+        raise NotImplementedError
+
+    def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
         """The same tokenizer, which parses special tokens and adds nothing to texts.
 
-        spellings: other spellings of special tokens; by their own they are text then. Raises
-        ConfigError for a tokenizer whose special tokens are not known.
+        stand_ins: what is parsed in place of each special token; by their own spellings they are
+        text then. Raises ConfigError for a tokenizer whose special tokens are not known.
         """
+        raise ConfigError(
+            f"{self.name}: a SentencePiece model does not say what a chat template's special tokens "
+            f"are; use its tokenizer.json"
+        )
 
 
 def load_tokenizer(
@@ -159,22 +155,45 @@ def load_tokenizer(
     add_special_tokens: bool = False,
     pattern: str | None = None,
 ) -> Tokenizer:
-    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder,
-    `vocab.json,merges.txt`, tiktoken:NAME, `bytes`, or a hub's name.
+    """A tokenizer by its name: a tokenizer.json or a folder with one, `vocab.json,merges.txt`, a
+    SentencePiece .model, tiktoken:NAME, `bytes`, or a name on the hub.
 
-    Settings are those of ConvertOptions. Raises ObjectNotFoundError, ConvertError.
+    A file of byte pairs (.tiktoken, or a .model as Llama 3's) needs a pattern, here or behind a
+    comma: `tokenizer.model,llama3`. Settings are those of ConvertOptions. Raises
+    ObjectNotFoundError, ConvertError.
     """
-    kind = next(kind for kind in TOKENIZERS if kind.reads(name))
-    if add_special_tokens and not kind.has_post_processor:
+    file, comma, own_pattern = name.partition(",")
+    if comma and file.endswith((".tiktoken", ".model")):
+        name, pattern = file, own_pattern
+    is_encoding = name.startswith("tiktoken:")
+    is_pairs = name.endswith(".tiktoken") or (name.endswith(".model") and pattern is not None)
+    is_huggingface = not (name == "bytes" or is_encoding or is_pairs or name.endswith(".model"))
+    if add_special_tokens and not is_huggingface:
         raise ConvertError(
             f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
         )
-    if pattern is not None and (kind is not TiktokenTokenizer or name.startswith("tiktoken:")):
+    if pattern is not None and not is_pairs:
         raise ConvertError(
             f"{name}: says itself how it cuts text; leave out --tiktoken-pattern, which is for "
-            f".tiktoken files"
+            f"files of byte pairs"
         )
-    return kind.load(name, TokenizerSettings(special_tokens_in_text, add_special_tokens, pattern))
+    if is_huggingface:
+        # Where nothing is said, special tokens are parsed as the library does by itself.
+        parse = special_tokens_in_text != "text"
+        return HuggingFaceTokenizer(
+            name, _load_huggingface(name), add=add_special_tokens, parse=parse
+        )
+    parse = special_tokens_in_text == "parse"
+    if name == "bytes":
+        return BytesTokenizer(BytesTokenizer.END_NAME if parse else None)
+    if is_encoding or is_pairs:
+        return TiktokenTokenizer(name, _load_tiktoken(name, pattern), parse=parse)
+    if parse:
+        raise ConvertError(
+            f"{name}: a SentencePiece model parses no special tokens in a text; use its "
+            f"tokenizer.json, or leave out --special-tokens-in-text"
+        )
+    return SentencePieceTokenizer(name, _load_sentencepiece(name))
 
 
 def load_stored(name: str, data: bytes) -> Tokenizer:
@@ -229,16 +248,13 @@ class HuggingFaceTokenizer(Tokenizer):
     Hugging Face hub by name.
     """
 
-    has_post_processor = True
-
     def __init__(self, name: str, model: Any, *, add: bool = False, parse: bool = True) -> None:
         self._add = add
         self._source = name
         self.name = name
-        if os.path.exists(name) or find_gpt2_files(name) is not None:
+        if os.path.exists(name.partition(",")[0]):
             # without folders: it stands in manifests, which are read on other machines
-            files = name.rstrip("/").split(",")
-            self.name = ",".join(map(os.path.basename, files))
+            self.name = ",".join(map(os.path.basename, name.rstrip("/").split(",")))
         self.model = model
         # as a tokenizer.json may ask for: documents are of any length, and have the same tokens again
         self.model.no_truncation()
@@ -249,27 +265,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if getattr(self.model.model, "unk_token", NO_TOKEN) is None:
             self.model.model.unk_token = NO_TOKEN
         self.model.encode_special_tokens = not parse
-        tokens = int(self.model.get_vocab_size(with_added_tokens=True))
-        # a vocabulary may leave numbers out, and then has higher ids than tokens
+        # A vocabulary may leave numbers out, and then has higher ids than tokens.
         ids = self.model.get_vocab(with_added_tokens=True).values()
-        highest = max(ids, default=-1)
-        self.vocab_size = max(tokens, int(highest) + 1)
-
-    @classmethod
-    def reads(cls, name: str) -> bool:
-        """Every name that is of no other kind: of a file, a folder, or on the hub."""
-        return True
-
-    @classmethod
-    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """As the library does by itself, it parses special tokens where nothing is said."""
-        parse = settings.special_tokens_in_text != "text"
-        return cls(name, _load_huggingface(name), add=settings.add_special_tokens, parse=parse)
-
-    @cached_property
-    def digest(self) -> str:  # type: ignore[override]
-        """A digest of all that the library knows of it."""
-        return digest_of_bytes(self.stored(), 16)
+        self.vocab_size = int(max(ids, default=-1)) + 1
 
     def stored(self) -> bytes:
         """A tokenizer.json."""
@@ -286,7 +284,7 @@ class HuggingFaceTokenizer(Tokenizer):
             encodings = self._call(self.model.encode_batch_fast, some, add_special_tokens=add)
             # The library gives lists alone. Each goes into an array, in a ninth of its memory, while
             # the processor's cache still has it: numpy reads a list in three times the time.
-            ids += [np.array(array("I", encoding.ids)) for encoding in encodings]  # type: ignore[misc]
+            ids += [np.array(array("I", encoding.ids)) for encoding in encodings]
         return ids
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
@@ -294,7 +292,9 @@ class HuggingFaceTokenizer(Tokenizer):
         spans_of_texts: list[TokenSpans] = []
         for some in _batches(texts, 1):
             for encoding in self._call(self.model.encode_batch, some, add_special_tokens=False):
-                spans_of_texts.append(_with_offsets(encoding.ids, encoding.offsets))
+                bounds = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                ids = np.array(encoding.ids, np.int32)
+                spans_of_texts.append(TokenSpans(ids, bounds[:, 0], bounds[:, 1]))
         return spans_of_texts
 
     def _call(self, encode: Callable[..., Any], texts: list[str], **options: bool) -> Any:
@@ -329,37 +329,31 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids[:place], ids[place + 1 :]
 
     @cached_property
-    def _described(self) -> dict[str, Any]:
-        described: dict[str, Any] = json.loads(self.model.to_str())  # noqa: TID251
-        return described
+    def _special(self) -> dict[int, Any]:
+        added = self.model.get_added_tokens_decoder()
+        return {n: token for n, token in added.items() if token.special and not token.single_word}
 
-    @property
-    def _special(self) -> list[dict[str, Any]]:
-        added = self._described.get("added_tokens") or []
-        return [item for item in added if item["special"] and not item["single_word"]]
-
-    @property
+    @cached_property
     def special_tokens(self) -> dict[str, int]:  # type: ignore[override]
         """The special tokens of its own description."""
-        return {item["content"]: item["id"] for item in self._special}
+        return {token.content: number for number, token in self._special.items()}
 
     @property
     def folds_letters(self) -> bool:  # type: ignore[override]
         """Whether a normalizer may make a special token of another spelling."""
-        has_normalizer = bool(self._described.get("normalizer"))
-        return has_normalizer and any(item["normalized"] for item in self._special)
+        has_normalizer = self.model.normalizer is not None
+        return has_normalizer and any(token.normalized for token in self._special.values())
 
-    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+    def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
         """Without its post-processor, which would add tokens of its own and narrow the spans of
         others.
         """
         from tokenizers import Tokenizer as Model
 
-        described = self._described | {"post_processor": None}
-        if spellings:
-            described = _with_spellings(described, spellings)
-        model = Model.from_str(json.dumps(described))
-        return HuggingFaceTokenizer(self._source, model)
+        described = json.loads(self.model.to_str())  # noqa: TID251
+        described["post_processor"] = None
+        _rename_tokens(described, stand_ins or {})
+        return HuggingFaceTokenizer(self._source, Model.from_str(json.dumps(described)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
@@ -384,33 +378,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, name: str, model: Any) -> None:
         self.model = model
-        # Since 0.2.2 or so the package gives ids without a list, an eighth of the size.
-        self._options: dict[str, Any] = {}
-        if hasattr(self.model, "encode_as_numpy"):
-            self._options["return_type"] = "numpy"
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.vocab_size())
-        self.digest = digest_of_bytes(self.stored(), 16)
-
-    @classmethod
-    def reads(cls, name: str) -> bool:
-        """A .model file, but for one that is a list of byte pairs (Llama-3's)."""
-        return name.endswith(".model") and not is_tiktoken_file(name)
-
-    @classmethod
-    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """By the library, which never parses special tokens."""
-        if settings.special_tokens_in_text == "parse":
-            raise ConvertError(
-                f"{name}: a SentencePiece model parses no special tokens in a text; use its "
-                f"tokenizer.json, or leave out --special-tokens-in-text"
-            )
-        sentencepiece = import_extra("sentencepiece", "convert", f"{name}: needs sentencepiece")
-        _check_is_file(name)
+        # Unigram models alone have several encodings of a text. They add up the scores of all tokens
+        # before a place in float32, so that windows would choose others of nearly the same score. A
+        # whole takes about 22 bytes of memory for each letter (of BPE models 41).
         try:
-            return cls(name, sentencepiece.SentencePieceProcessor(model_file=name))
-        except Exception as error:  # RuntimeError, OSError
-            raise ConvertError(f"{name}: is not a SentencePiece model ({error})") from None
+            self.model.nbest_encode_as_ids("", 1)
+            self.encodes_any_length = True
+        except RuntimeError:
+            pass
 
     def stored(self) -> bytes:
         """The model's file."""
@@ -418,30 +395,9 @@ class SentencePieceTokenizer(Tokenizer):
         return model
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
-        """One thread: the processes are the parallelism."""
-        ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, **self._options)
+        """One thread: the processes are the parallelism. Without lists, an eighth of the size."""
+        ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, return_type="numpy")
         return ids
-
-    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
-        """By the places of the pieces, in characters."""
-        spans_of_texts: list[TokenSpans] = []
-        for text in texts:
-            if self._options:
-                encoded = self.model.encode(text, return_type="offset_mapping")
-                ids, spans = encoded["ids"], encoded["offsets"]
-            else:  # a version before 0.2.2
-                pieces = self.model.encode(text, out_type="immutable_proto").pieces
-                ids = [piece.id for piece in pieces]
-                spans = [(piece.begin, piece.end) for piece in pieces]
-            spans_of_texts.append(_with_offsets(ids, spans))
-        return spans_of_texts
-
-    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
-        """Raises ConfigError."""
-        raise ConfigError(
-            f"{self.name}: a SentencePiece model does not say what a chat template's special tokens "
-            f"are; use its tokenizer.json"
-        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
@@ -459,9 +415,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that `find_pattern` finds."""
+    """An encoding of tiktoken by name, or a file of byte pairs and how it cuts text."""
 
     spans_in_bytes = True
+    encodes_any_length = True
 
     def __init__(self, name: str, model: Any, *, parse: bool) -> None:
         self._parse = parse
@@ -469,35 +426,6 @@ class TiktokenTokenizer(Tokenizer):
         self.name = os.path.basename(name)
         self.vocab_size = int(self.model.n_vocab)
         self.special_tokens = dict(self.model._special_tokens)
-        hasher = hashlib.blake2b(digest_size=16)
-        for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
-            hasher.update(b"%d %d " % (rank, len(token)) + token)
-        hasher.update(self.model._pat_str.encode())
-        self.digest = hasher.hexdigest()
-
-    @classmethod
-    def reads(cls, name: str) -> bool:
-        """A list of byte pairs, or tiktoken:NAME."""
-        is_list = name.endswith(".model") and is_tiktoken_file(name)
-        return name.startswith("tiktoken:") or name.endswith(".tiktoken") or is_list
-
-    @classmethod
-    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """As the library does by itself, it takes special tokens for text where nothing is said."""
-        tiktoken = import_extra("tiktoken", "convert", f"{name}: needs tiktoken")
-        parse = settings.special_tokens_in_text == "parse"
-        encoding = name.removeprefix("tiktoken:")
-        try:
-            if encoding != name:
-                return cls(name, tiktoken.get_encoding(encoding), parse=parse)
-            _check_is_file(name)
-            return cls(name, _load_tiktoken_file(name, settings.pattern), parse=parse)
-        except (ConvertError, ObjectNotFoundError):
-            raise
-        except Exception as error:  # downloads, files and names fail in their own ways
-            raise ConvertError(
-                f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
-            ) from None
 
     def stored(self) -> bytes:
         """Its ranks, pattern and special tokens, as JSON."""
@@ -507,21 +435,27 @@ class TiktokenTokenizer(Tokenizer):
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
             "special_tokens": self.special_tokens,
         }
-        return json.dumps({TIKTOKEN: described}).encode()
+        return json.dumps({TIKTOKEN: described}, sort_keys=True).encode()
 
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> Ids:
-        allowed: Any = "all" if self._parse else frozenset()
+        options: dict[str, Any] = {
+            "allowed_special": "all" if self._parse else frozenset(),
+            "disallowed_special": (),
+        }
         ids: Ids
         try:
-            # Without a list, an eighth of the size.
-            ids = self.model.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
+            with panics_as_errors():
+                # Without a list, an eighth of the size.
+                ids = self.model.encode_to_numpy(text, **options)
         except UnicodeEncodeError:
             # Half a surrogate pair is not text: only this call replaces it.
-            ids = self.model.encode(text, allowed_special=allowed, disallowed_special=())
+            ids = np.array(self.model.encode(text, **options), np.int32)
+        except (ValueError, RuntimeError) as error:  # its expression, on a million blanks in a row
+            raise ConvertError(f"{self.name}: cannot encode a text ({error})") from None
         return ids
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
@@ -530,23 +464,22 @@ class TiktokenTokenizer(Tokenizer):
         for text in texts:
             ids = np.array(self._encode(text), np.int32)
             sizes = np.array(list(map(len, self.model.decode_tokens_bytes(ids.tolist()))), np.int64)
-            spans_of_texts.append(end_to_end(ids, sizes))
+            spans_of_texts.append(_end_to_end(ids, sizes))
         return spans_of_texts
 
-    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+    def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
         """The same pairs and pattern, with other spellings of special tokens."""
         import tiktoken
 
-        model = self.model
-        if spellings:
-            model = tiktoken.Encoding(
-                "respelled",
-                pat_str=model._pat_str,
-                mergeable_ranks=model._mergeable_ranks,
-                special_tokens={
-                    spellings[token]: number for token, number in self.special_tokens.items()
-                },
-            )
+        renamed = stand_ins or {}
+        model = tiktoken.Encoding(
+            self.name,
+            pat_str=self.model._pat_str,
+            mergeable_ranks=self.model._mergeable_ranks,
+            special_tokens={
+                renamed.get(token, token): n for token, n in self.special_tokens.items()
+            },
+        )
         return TiktokenTokenizer(self.name, model, parse=True)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -570,43 +503,29 @@ class BytesTokenizer(Tokenizer):
         """The spelling of the end that is parsed, if it is."""
         self.special_tokens = {self.END_NAME if parsed is None else parsed: self.end}
 
-    @classmethod
-    def reads(cls, name: str) -> bool:
-        """`bytes`."""
-        return name == "bytes"
-
-    @classmethod
-    def load(cls, name: str, settings: TokenizerSettings) -> Tokenizer:
-        """Special tokens are text where nothing is said."""
-        return cls(cls.END_NAME if settings.special_tokens_in_text == "parse" else None)
-
     def encode(self, texts: list[str], *, bare: bool = False) -> Sequence[Ids]:
         """The bytes."""
         if self._parsed is not None:
-            return [spans.ids for spans in self.encode_with_spans(texts)]  # type: ignore[misc]
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
+            return [spans.ids for spans in self.encode_with_spans(texts)]
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """A token for each byte, and for each end that is parsed."""
         spans_of_texts: list[TokenSpans] = []
         for text in texts:
-            ids: list[NDArray[np.int32]] = []
-            sizes: list[NDArray[np.int64]] = []
             parts = [text] if self._parsed is None else text.split(self._parsed)
-            for number, part in enumerate(parts):
-                if number > 0:
-                    ids.append(np.array([self.end], np.int32))
-                    sizes.append(np.array([len((self._parsed or "").encode())], np.int64))
-                stored = np.frombuffer(part.encode(), np.uint8)
-                ids.append(stored.astype(np.int32))
-                sizes.append(np.ones(len(stored), np.int64))
-            spans_of_texts.append(end_to_end(np.concatenate(ids), np.concatenate(sizes)))
+            stored = [np.frombuffer(part.encode(), np.uint8) for part in parts]
+            ends = np.cumsum([len(part) for part in stored[:-1]], dtype=np.int64)
+            ids = np.insert(np.concatenate(stored).astype(np.int32), ends, self.end)
+            sizes = np.ones(len(ids), np.int64)
+            sizes[ids == self.end] = len((self._parsed or "").encode())
+            spans_of_texts.append(_end_to_end(ids, sizes))
         return spans_of_texts
 
-    def parsing_special_tokens(self, spellings: dict[str, str] | None = None) -> Tokenizer:
+    def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
         """One that parses the end of a document, by its own spelling or another."""
         (token,) = self.special_tokens
-        return BytesTokenizer(parsed=(spellings or {}).get(token, token))
+        return BytesTokenizer(parsed=(stand_ins or {}).get(token, token))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; the end of a document is written out."""
@@ -621,86 +540,73 @@ class BytesTokenizer(Tokenizer):
         return text + document.decode(errors="replace")
 
 
-TOKENIZERS: tuple[type[Tokenizer], ...] = (
-    BytesTokenizer,
-    TiktokenTokenizer,
-    SentencePieceTokenizer,
-    HuggingFaceTokenizer,
-)
-"""All kinds. The first that reads a name loads it."""
-
-
-def _check_is_file(name: str) -> None:
-    if not os.path.isfile(name):
-        raise ObjectNotFoundError(f"{name}: no such tokenizer file; check its path")
-
-
-def _with_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenSpans:
-    bounds = np.array(offsets, np.int64).reshape(-1, 2)
-    return TokenSpans(np.array(ids, np.int32), bounds[:, 0], bounds[:, 1])
-
-
-def end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
+def _end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> TokenSpans:
     """Tokens of so many bytes each, one after the other."""
     stops = np.cumsum(sizes)
     return TokenSpans(ids, stops - sizes, stops)
 
 
-def _with_spellings(described: dict[str, Any], spellings: dict[str, str]) -> dict[str, Any]:
-    """A tokenizer.json with other names for some tokens in all of its lists, and the same ids."""
-    added: list[dict[str, Any]] = []
+def _rename_tokens(described: dict[str, Any], names: dict[str, str]) -> None:
+    """Give some tokens other names in all lists of a tokenizer.json; their ids stay."""
     for item in described["added_tokens"]:
-        if item["content"] in spellings:
-            item = item | {"content": spellings[item["content"]], "normalized": False}
-        added.append(item)
-    model = dict(described["model"])
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
+        if item["content"] in names:
+            item |= {"content": names[item["content"]], "normalized": False}
+    model = described["model"]
+    if isinstance(model["vocab"], dict):
         model["vocab"] = {
-            spellings.get(token, token): number for token, number in vocabulary.items()
+            names.get(token, token): number for token, number in model["vocab"].items()
         }
     else:  # of a unigram model: pairs of a token and its score
-        model["vocab"] = [[spellings.get(token, token), score] for token, score in vocabulary]
-    if model.get("unk_token"):
-        model["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
-    return described | {"added_tokens": added, "model": model}
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
 
 
-def _load_tiktoken_file(path: str, expression: str | None) -> Any:
-    """The encoding of a file of byte pairs."""
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
+def _load_tiktoken(name: str, pattern: str | None) -> Any:
+    """The library's encoding of tiktoken:NAME, or of a file of byte pairs.
 
-    ranks = load_tiktoken_bpe(path)
-    pattern = find_pattern(path, len(ranks), expression)
-    taken = set(ranks.values())
-    first_free = next(number for number in itertools.count() if number not in taken)
-    special_tokens = enumerate(pattern.special_tokens, pattern.first or first_free)
-    return tiktoken.Encoding(
-        os.path.basename(path),
-        pat_str=pattern.expression,
-        mergeable_ranks=ranks,
-        special_tokens={token: number for number, token in special_tokens},
-    )
+    Raises ObjectNotFoundError, ConvertError.
+    """
+    tiktoken = import_extra("tiktoken", "convert", f"{name}: needs tiktoken")
+    encoding = name.removeprefix("tiktoken:")
+    if encoding == name:
+        _check_is_file(name)
+    try:
+        if encoding != name:
+            return tiktoken.get_encoding(encoding)
+        return load_tiktoken_file(name, pattern)
+    except ConvertError:
+        raise
+    except Exception as error:  # downloads, files and names fail in their own ways
+        raise ConvertError(
+            f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+def _load_sentencepiece(name: str) -> Any:
+    """The library's processor of a .model file. Raises ObjectNotFoundError, ConvertError."""
+    sentencepiece = import_extra("sentencepiece", "convert", f"{name}: needs sentencepiece")
+    _check_is_file(name)
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=name)
+    except Exception as error:  # RuntimeError, OSError
+        raise ConvertError(
+            f"{name}: is not a SentencePiece model ({error}); a file of byte pairs, as Llama 3's, "
+            f"needs its --tiktoken-pattern"
+        ) from None
 
 
 def _load_huggingface(name: str) -> Any:
     """The library's tokenizer of a file, a folder, a pair of files or a name on the hub.
 
-    Raises ConfigError, ConvertError.
+    Raises ObjectNotFoundError, ConvertError.
     """
     Model = import_extra("tokenizers", "convert", f"{name}: needs tokenizers").Tokenizer
-    pair = find_gpt2_files(name)
     in_folder = os.path.join(name, "tokenizer.json")
-    if pair is not None and not os.path.isfile(in_folder):
-        return load_gpt2_files(*pair)
-    if os.path.isdir(name):
-        if not os.path.isfile(in_folder):
-            raise ObjectNotFoundError(
-                f"{name}: a folder without a tokenizer.json, and without a vocab.json and its "
-                f"merges.txt"
-            )
+    if os.path.isfile(in_folder):
         name = in_folder
+    elif pair := find_gpt2_files(name):
+        return load_gpt2_files(*pair)
     if not os.path.isfile(name):
         _check_is_no_path(name)
         try:
@@ -720,6 +626,11 @@ def _load_huggingface(name: str) -> Any:
             f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); "
             f"a vocab.json is given with its merges, as vocab.json,merges.txt"
         ) from None
+
+
+def _check_is_file(name: str) -> None:
+    if not os.path.isfile(name):
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; check its path")
 
 
 def _check_is_no_path(name: str) -> None:
