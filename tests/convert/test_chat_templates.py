@@ -495,7 +495,6 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
     [
         ("{{ ''.__class__.__mro__ }}", "cannot write it"),
         ("{{ messages.append(1) }}", "cannot write it"),
-        ("{% set n = namespace(__class__=1) %}", "cannot write it"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content.x }}", "cannot write it"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "cannot write it"),
@@ -835,41 +834,6 @@ def test_documents_end_with_the_eos_token_of_a_tokenizer_folder(tmp_path: Path) 
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert resolve_eod(tokenizer, None) == (found, tokenizer.find(found))
     assert resolve_eod(tokenizer, "<s>") == ("<s>", tokenizer.find("<s>"))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% set b = range(99999) | sum %}{% endfor %}",
-        "{% set x = 'x' * 99999 %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
-        "{% set x = 'x' * 99999 %}{% for a in x %}{% for b in x | select %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-        "{% for a in 'x' recursive %}{{ loop('xx') if loop.depth < 99 }}{% endfor %}",
-        "{{ 10 ** 10 ** 10 }}",
-    ],
-)
-def test_a_template_that_would_take_for_ever_is_named(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(families, "MAX_STEPS", 300_000)
-    with pytest.raises(
-        FormatError, match=r"a:1: chat template as given cannot write it \((it |\*)"
-    ):
-        ChatEncoder(TOKENIZER, source).conversation(chat("a", "b"), "a:1")
-
-
-def test_a_loop_knows_its_length_whatever_it_goes_through() -> None:
-    source = (
-        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
-        "{% for m in messages | selectattr('role', 'eq', 'user') %}{{ loop.revindex }} {% endfor %}"
-        "{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% else %}no{% endfor %}"
-        "{% for m in nothing %}{% else %} none{% endfor %}"
-    )
-    rendered = ChatEncoder(TOKENIZER, source + UNKNOWN).template.compiled
-    assert rendered.render(
-        {"messages": chat("a", "b", "c")["messages"], families.STEPS: [100], "bos_token": ""}
-    ).startswith("1/3False 2/3False 3/3True 2 1 x1 none")
 
 
 @pytest.fixture

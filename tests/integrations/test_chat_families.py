@@ -79,7 +79,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tests' tokenizer, with the special tokens of all families."""
     chats = Path(__file__).parents[1] / "support" / "data" / "chats" / "tokenizer.json"
     model = Tokenizer.from_file(str(chats))
-    names = [name for family in FAMILIES for name in family.headers + family.ends]
+    names = [name for family in FAMILIES for name in (*family.headers, *family.ends)]
     special = {token for name in names for token in re.findall(r"<[^>]*>|\[/?[A-Z_]+\]", name)}
     model.add_special_tokens(sorted(special))
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"

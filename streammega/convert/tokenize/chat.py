@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from streammega.convert.tokenize.chat_templates import (
     PROBE,
     ChatTemplate,
     Rendered,
-    SpecialTokens,
+    Renderer,
+    any_of,
 )
 from streammega.convert.tokenize.long_text import LONG, encode_long_with_spans
 from streammega.convert.tokenize.tokenizer_files import (
@@ -63,11 +65,6 @@ _LLAMA3 = """\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3}
-NEEDED = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>"),
-}
-"""Tokens without which a built-in template would be letters."""
 OWN = "tokenizer"
 """The name of a tokenizer's own template."""
 TEMPLATE = "chat_template.jinja"
@@ -112,11 +109,15 @@ class ChatEncoder:
             tokenizer = load_tokenizer(tokenizer, pattern=pattern)
         self.template = template
         self._tokenizer = tokenizer.parsing_special_tokens()
-        names = tuple(self._tokenizer.special_tokens)
-        _check_needed(self.template, names, name)
-        self._special = SpecialTokens.of(names, parse=special_tokens_in_text == "parse")
+        special_tokens = self._tokenizer.special_tokens
+        _check_built_in(template, special_tokens, name)
+        parse = special_tokens_in_text == "parse"
+        self._renderer = Renderer(template, special_tokens, parse=parse)
         # Where letters are folded, no search in a text tells which spellings would become tokens.
-        self._always_stands_in = self._tokenizer.folds_letters and special_tokens_in_text == "text"
+        self._always_stands_in = self._tokenizer.folds_letters and not parse
+        self._stand_ins = {
+            token: chr(STAND_IN + number) for number, token in enumerate(special_tokens)
+        }
 
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A record's token ids int32 [tokens], and bool [tokens]: what the assistant says.
@@ -131,21 +132,19 @@ class ChatEncoder:
 
         One that cannot be encoded with others is encoded here: it may be refused, alone.
         """
-        chat = self.template.render(record, where, self._special)
+        chat = self._renderer.render(record, where)
         tokenizer = self._tokenizer
-        # Special tokens of the template must be kept apart from those that messages spell.
-        needs_stand_ins = bool(chat.breaks) or self._always_stands_in
-        is_long = len(chat.text) >= LONG
-        if not needs_stand_ins and not is_long:
-            return chat
         encoded_chat = chat
-        if needs_stand_ins:
+        # Special tokens of the template must be kept apart from those that messages spell.
+        if chat.breaks or self._always_stands_in:
             tokenizer = self._by_stand_ins
             encoded_chat = self._with_stand_ins(chat)
-        if is_long:
-            spans = encode_long_with_spans(tokenizer, encoded_chat.text, where)
-        else:
+        elif len(chat.text) < LONG:
+            return chat
+        if len(chat.text) < LONG:
             (spans,) = tokenizer.encode_with_spans([encoded_chat.text])
+        else:
+            spans = encode_long_with_spans(tokenizer, encoded_chat.text, where)
         return replace(chat, encoded=self._with_answers(encoded_chat, spans))
 
     def encode(
@@ -168,14 +167,6 @@ class ChatEncoder:
         return spans.ids, _covered(spans, answers)
 
     @cached_property
-    def _stand_ins(self) -> dict[str, str]:
-        """A private character for each special token."""
-        return {
-            token: chr(STAND_IN + number)
-            for number, token in enumerate(self._tokenizer.special_tokens)
-        }
-
-    @cached_property
     def _by_stand_ins(self) -> Tokenizer:
         return self._tokenizer.parsing_special_tokens(self._stand_ins)
 
@@ -190,20 +181,16 @@ class ChatEncoder:
                 f"{chat.where}: spells a special token, and holds the private character "
                 f"U+{ord(held[0]):X}, which is needed to keep it text; leave out one of the two"
             )
-        # longest first: an expression takes the first of its alternatives that fits
-        longest_first = sorted(self._stand_ins, key=len, reverse=True)
-        any_token = re.compile("|".join(map(re.escape, longest_first)))
+        any_token = re.compile(any_of(self._stand_ins))
         text: list[str] = []
         # 1 for each character that the new text has too: one character replaces all of a token's
         kept = np.ones(len(chat.text) + 1, np.int64)
-        start = 0
         # A token that a break goes through is a message's: between breaks it is not found whole.
-        for stop in [*chat.breaks, len(chat.text)]:
+        for start, stop in itertools.pairwise([0, *chat.breaks, len(chat.text)]):
             for token in any_token.finditer(chat.text, start, stop):
                 kept[token.start() + 1 : token.end()] = 0
             part = chat.text[start:stop]
             text.append(any_token.sub(lambda token: self._stand_ins[token[0]], part))
-            start = stop
         place_in_new = np.cumsum(kept) - kept
         answers = [(int(place_in_new[low]), int(place_in_new[high])) for low, high in chat.answers]
         return replace(chat, text="".join(text), answers=answers)
@@ -213,7 +200,7 @@ def warn_of_endless_answers(template: ChatTemplate, special_tokens: Collection[s
     """Warn where the last answer of a conversation has no token at its end that is learned."""
     names = tuple(special_tokens)
     try:
-        chat = template.render({"messages": PROBE[:2]}, "", SpecialTokens.of(names, parse=True))
+        chat = Renderer(template, names, parse=True).render({"messages": PROBE[:2]}, "")
     except (ConvertError, FormatError):  # of other conversations, as with a system message
         return
     last = "".join(chat.text[start:stop] for start, stop in chat.answers[-1:])
@@ -226,11 +213,14 @@ def warn_of_endless_answers(template: ChatTemplate, special_tokens: Collection[s
         )
 
 
-def _check_needed(template: ChatTemplate, names: Sequence[str], tokenizer: str) -> None:
+def _check_built_in(
+    template: ChatTemplate, special_tokens: Collection[str], tokenizer: str
+) -> None:
     """Raise ConvertError where a built-in template would write letters in place of special
     tokens.
     """
-    missing = [token for token in NEEDED.get(template.name, ()) if token not in names]
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", BUILT_IN.get(template.name, "")))
+    missing = [token for token in written if token not in special_tokens]
     if missing and tokenizer != "bytes":
         raise ConvertError(
             f"{tokenizer}: has no special token {', '.join(missing)}, which chat template "
@@ -259,10 +249,8 @@ def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
     tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens are
     in the folder of its tokenizer.json. Raises ConvertError, ObjectNotFoundError.
     """
-    if name.startswith("{"):
-        resolved = _resolved(name)
-        if resolved is not None:
-            return resolved
+    with suppress(ValueError, TypeError):  # other text than that of `as_option`
+        return ChatTemplate(**parse_json(name))
     settings = read_settings(tokenizer)
     shown, source = _find(name, tokenizer, settings)
     return ChatTemplate(name=shown, source=source, tokens=special_token_names(settings))
@@ -295,20 +283,8 @@ def as_option(template: ChatTemplate) -> str:
     """A template as a setting that any machine can use and that changes with all of it:
     `find_template` reads it back.
     """
-    fields = {"name": template.name, "source": template.source, "tokens": template.tokens}
     # sorted: it is part of a conversion's fingerprint
-    return json.dumps(fields, sort_keys=True)
-
-
-def _resolved(text: str) -> ChatTemplate | None:
-    """A template that `as_option` made text of; None for other text, a template itself perhaps."""
-    try:
-        fields = parse_json(text)
-    except ValueError:
-        return None
-    if isinstance(fields, dict) and set(fields) == {"name", "source", "tokens"}:
-        return ChatTemplate(**fields)
-    return None
+    return json.dumps(asdict(template), sort_keys=True)
 
 
 def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
