@@ -137,8 +137,9 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     multiprocessing.get_context("spawn").Process(target=compile_kernels, daemon=True).start()
     say(1, "collecting the corpus")
     inputs = arguments.inputs or python_sources()
+    include = () if arguments.inputs else ("*.py",)
     say(2, "training a tokenizer")
-    train_tokenizer(inputs, work / "tokenizer.json")
+    train_tokenizer(inputs, include, work / "tokenizer.json")
     say(
         3,
         f"converting into s3://{BUCKET} at {server.endpoint}: shuffled, in zstd shards, with a manifest",
@@ -151,6 +152,7 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
         format="zst",
         shard_bytes=SHARD_BYTES,
         shuffle_seed=1,
+        include=include,
     )
     with ProgressDisplay("converting") as progress:
         report = convert(inputs, f"s3://{BUCKET}/corpus", options=options, progress=progress)
@@ -225,7 +227,7 @@ def is_text(path: Path) -> bool:
     return True
 
 
-def train_tokenizer(inputs: list[str], path: Path) -> None:
+def train_tokenizer(inputs: list[str], include: tuple[str, ...], path: Path) -> None:
     """A byte-level BPE tokenizer from every third batch of the corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -237,11 +239,11 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
     from streammega.convert.tokenize.encode import BatchEncoder
     from streammega.convert.tokenize.tokenizers import load_tokenizer
 
-    options = ConvertOptions()
+    options = ConvertOptions(include=include)
     encoder = BatchEncoder(load_tokenizer("bytes"), options, StorageConfig())
 
     def texts() -> Iterator[str]:
-        for number, item in enumerate(find_inputs(inputs)):
+        for number, item in enumerate(find_inputs(inputs, options=options)):
             if number % 3 == 0:
                 for document in read_slice(Slice(input=item), options, StorageConfig(), Skipped()):
                     assert isinstance(document, RawDocument), "the demo converts text"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,9 +33,8 @@ from streammega.convert.options import (
 )
 from streammega.errors import ConfigError
 from streammega.errors.redaction import without_queries
+from streammega.errors.words import pluralize
 
-SHOWN_NAMES = 20
-"""Names of skipped files that are shown for each reason; JSON has more."""
 Inputs = Annotated[
     list[str],
     typer.Argument(
@@ -129,8 +127,7 @@ def list_inputs(
     **settings: Any,
 ) -> None:
     """List the files that convert would read, with their formats, and those it would leave out."""
-    from streammega.convert.read.inputs import describe_inputs, find_inputs
-    from streammega.convert.read.selection import SkippedFiles
+    from streammega.convert.read.inputs import SkippedFiles, describe_inputs, find_inputs
     from streammega.convert.read.stdin import is_pipe
 
     for name in inputs:
@@ -149,22 +146,13 @@ def list_inputs(
         }
         print_text(json.dumps(values, indent=1))
         return
+    sizes: dict[str, list[int]] = {}
     for item in rows:
-        print_text(f"{item['format']:<9} {item['bytes']:>15,}  {_printable(item['path'])}")
-    for reason, count in sorted(skipped.counts.items()):
-        print_text(f"left out, {reason}: {count:,}")
-        for name in skipped.names[reason][:SHOWN_NAMES]:
-            print_text(f"  {_printable(name)}")
-        if count > SHOWN_NAMES:
-            print_text(f"  and {count - SHOWN_NAMES:,} more")
-    formats = Counter(item["format"] for item in rows)
-    counted = ", ".join(f"{count:,} {name}" for name, count in sorted(formats.items()))
-    print_text(f"inputs: {counted}; {sum(item['bytes'] for item in rows):,} bytes")
-
-
-def _printable(path: str) -> str:
-    """The path, quoted where it has characters that control a terminal."""
-    return path if path.isprintable() else repr(path)
+        sizes.setdefault(item["format"], []).append(item["bytes"])
+    for name, of_format in sorted(sizes.items()):
+        print_text(f"{name}: {pluralize(len(of_format), 'input')}, {sum(of_format):,} bytes")
+    for reason in skipped.as_lines():
+        print_text(f"left out, {reason}")
 
 
 def _options(settings: Mapping[str, Any], command: CommandOptions) -> ConvertOptions:

@@ -24,8 +24,8 @@ from streammega.convert.job import (
     stored_bytes,
 )
 from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
+from streammega.convert.read.inputs import SkippedFiles
 from streammega.convert.read.megatron import check_local_version, dataset_name
-from streammega.convert.read.selection import SkippedFiles
 from streammega.convert.read.source import Input
 from streammega.convert.report import sum_skipped
 from streammega.convert.tokenize.of_dataset import stored_copy

@@ -39,7 +39,8 @@ class ConvertOptions:
     """
     include: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Read only such files of folders and globs; repeat for more. A pattern is of names, or, with a
-    slash, of paths; `*` matches slashes too. None: all.
+    slash, of paths; `*` matches slashes too. One that ends in a suffix which names no format (`*.py`,
+    `*.md`) takes such files as one text each. None: all files of known suffixes.
     """
     exclude: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Leave such files and folders out of folders and globs; repeat for more."""
@@ -47,6 +48,10 @@ class ConvertOptions:
     """Read only files of this split, by their names (train, validation, test, ...); all: of every
     split. Of several such names on a path the last counts. None: inputs of several splits are an
     error.
+    """
+    strict: Annotated[bool, Flag(INPUTS)] = False
+    """End with an error if files are left out. It lists reasons and first names. What --include,
+    --exclude and --hf-split leave out is no reason, nor is another name of a file that is read.
     """
     tar_member: Annotated[str | None, Flag(INPUTS)] = None
     """Which member is the document, where samples in a .tar have several, e.g. txt. A sample is the
@@ -325,8 +330,10 @@ class ConvertOptions:
         chosen tell.
         """
         settings = asdict(self)
+        for name in ("include", "exclude", "hf_split", "strict"):
+            del settings[name]
         # An end by too many errors is gone on from by the same command with a higher limit.
-        del settings["include"], settings["exclude"], settings["hf_split"], settings["max_errors"]
+        del settings["max_errors"]
         # Those that are carried along are part of the inputs.
         del settings["drop_columns"]
         if not self.provenance:

@@ -24,8 +24,14 @@ from streammega.convert.job import length_histogram
 from streammega.convert.options import ConvertOptions, ExecutionConfig
 from streammega.convert.read.columns import with_columns
 from streammega.convert.read.formats import FORMATS
-from streammega.convert.read.inputs import Inputs, describe_inputs, find_inputs, input_names
-from streammega.convert.read.selection import OwnOutput, SkippedFiles
+from streammega.convert.read.inputs import (
+    Inputs,
+    OwnOutput,
+    SkippedFiles,
+    describe_inputs,
+    find_inputs,
+    input_names,
+)
 from streammega.convert.read.source import Input
 from streammega.convert.read.stdin import (
     is_pipe,

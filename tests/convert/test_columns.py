@@ -20,8 +20,7 @@ from streammega import Column, IndexedDataset, IndexedDatasetWriter, StorageConf
 from streammega.cli.main import main
 from streammega.convert import convert, job
 from streammega.convert.conversion import Conversion
-from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.selection import SkippedFiles
+from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.convert.write import columns as write_columns
 from streammega.convert.write import publish
 from streammega.convert.write.gc import find_leftovers

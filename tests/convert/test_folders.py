@@ -5,9 +5,11 @@ is not: on disks, in buckets, in listings of the web.
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 import tempfile
 from collections import Counter
@@ -24,10 +26,11 @@ import streammega
 from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import ConvertOptions, convert
-from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.selection import SkippedFiles
+from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectNotFoundError
-from tests.support.builders import convert_bytes
+from tests.support.builders import convert_bytes, stored_texts
+from tests.support.data.make_peers import HERE as PEERS
+from tests.support.data.make_peers import TEXTS
 from tests.support.servers import S3, http_server
 
 LINE = b'{"text": "%s"}\n'
@@ -53,6 +56,61 @@ def found(
 def names(root: str | Path, *items: str, **options: Any) -> list[str]:
     """Paths of the inputs within a folder."""
     return [os.path.relpath(path, root) for path in found(*items, **options)[0]]
+
+
+# --- what a name means ----------------------------------------------------------------------------
+
+
+def pipe(tmp_path: Path) -> str:
+    read, write = os.pipe()
+    os.write(write, gzip.compress(LINE % b"piped"))
+    os.close(write)
+    return f"/dev/fd/{read}"
+
+
+def pair(tmp_path: Path) -> str:
+    convert_bytes(tmp_path / "ids", tree(tmp_path / "corpus", ["of a pair.jsonl"]))
+    return f"{tmp_path}/ids"
+
+
+def listed(tmp_path: Path) -> str:
+    root = tree(tmp_path / "named", ["one.jsonl", "unnamed.jsonl"])
+    (tmp_path / "names").write_text(f"# first\n{root}/one.jsonl\n{tmp_path}/web/a.jsonl\n")
+    return f"@{tmp_path}/names"
+
+
+def elsewhere(tmp_path: Path) -> str:
+    fsspec.filesystem("memory").put(f"{tmp_path}/web", f"{tmp_path}/web", recursive=True)
+    return f"memory:/{tmp_path}/web/deep"
+
+
+def indexed(tmp_path: Path) -> str:
+    root = shutil.copytree(PEERS / "mds_text", tmp_path / "mds")
+    (root / "cache.arrow").write_bytes(b"of another program")
+    return str(root)
+
+
+NAMED: dict[str, tuple[Callable[[Path], str], list[str]]] = {
+    "file": (lambda path: f"{path}/web/a.jsonl", ["a.jsonl"]),
+    "folder": (lambda path: f"{path}/web", ["a.jsonl", "deep/b.jsonl"]),
+    "glob": (lambda path: f"{path}/web/**/b*.jsonl", ["deep/b.jsonl"]),
+    "URL": (elsewhere, ["deep/b.jsonl"]),
+    "`@list`": (listed, ["one.jsonl", "a.jsonl"]),
+    "`-`, `<(zcat a.gz)`": (pipe, ["piped"]),
+    "prefix or manifest": (pair, ["of a pair.jsonl"]),
+    "MDS, litdata or `save_to_disk` folder": (indexed, TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_means_what_the_page_says(name: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    rows = page.partition("| a name | means |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(NAMED)
+    tree(tmp_path / "web", ["a.jsonl", "deep/b.jsonl"])
+    make, wanted = NAMED[name]
+    convert_bytes(tmp_path / "out", make(tmp_path))
+    assert stored_texts(tmp_path / "out") == wanted
 
 
 # --- symbolic links -------------------------------------------------------------------------------
@@ -316,7 +374,7 @@ def test_a_choice_of_files_that_is_empty_is_an_error(name: str, tmp_path: Path) 
 
 
 def test_names_that_are_no_splits_are_read(tmp_path: Path) -> None:
-    layout = ["constrain.jsonl", "latest.jsonl", "dev/a.py", "test/a.py", "values.jsonl"]
+    layout = ["constrain.jsonl", "latest.jsonl", "dev/a.jsonl", "dev/b.txt", "values.jsonl"]
     root = tree(tmp_path / "test", layout)
     assert names(root, root) == sorted(layout)
 
@@ -496,15 +554,11 @@ def test_ls_says_what_convert_reads_and_what_it_leaves_out(
     root = tree(tmp_path / "in", ["a.jsonl", "n\x1bm.txt", ".x", "old/b.jsonl", "sub/c.jsonl"])
     words = [root, "--exclude", "old/*", "--on-error", "skip"]
     assert main(["ls", *words]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].split() == ["jsonl", str(len(LINE % b"a.jsonl")), f"{root}/a.jsonl"]
-    assert f"{root}/n\x1bm.txt" not in "".join(told)
-    assert told[3:] == [
-        "left out, excluded: 1",
-        f"  {root}/old/b.jsonl",
-        "left out, hidden: 1",
-        f"  {root}/.x",
-        f"inputs: 2 jsonl, 1 text; {len(LINE) * 3 - 6 + 7 + 7 + 11} bytes",
+    assert capsys.readouterr().out.splitlines() == [
+        f"jsonl: 2 inputs, {len(LINE) * 2 - 4 + 7 + 11} bytes",
+        f"text: 1 input, {len(LINE) - 2 + 7} bytes",
+        f"left out, excluded: 1 ('{root}/old/b.jsonl')",
+        f"left out, hidden: 1 ('{root}/.x')",
     ]
     assert main(["ls", "--json", *words]) == 0
     listed = json.loads(capsys.readouterr().out)

@@ -17,8 +17,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.convert import ConvertOptions
-from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.selection import SkippedFiles
+from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.errors import ConvertError, ObjectNotFoundError
 from tests.support.builders import convert_bytes, stored_texts, write_jsonl, write_parquet
 from tests.support.data.make_peers import HERE as PEERS
@@ -212,22 +211,21 @@ def test_what_was_saved_to_disk_are_the_files_of_its_list(pattern: str, tmp_path
     assert texts_of(tmp_path, f"memory:/{root}{pattern}") == ["one", "two", "three"]
 
 
-def test_a_shell_that_names_saved_files_and_caches_names_no_caches(
+def test_caches_that_a_shell_names_with_saved_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_saved(tmp_path / "in", "one", "two")
     other = write_saved(tmp_path / "other", "three")
-    items = [str(path) for path in sorted(Path(root).glob("*.arrow"))]
-    assert texts_of(tmp_path, *items) == ["one", "two"]
-    assert counts_of(*items) == {NOT_IN_INDEX: 2}
+    paths = sorted(Path(root).glob("*.arrow"))
     put_tree(tmp_path / "in", f"memory:/{tmp_path}/in")
-    assert texts_of(tmp_path, *(f"memory:/{item}" for item in items)) == ["one", "two"]
     monkeypatch.chdir(root)
-    assert texts_of(tmp_path, *map(os.path.basename, items)) == ["one", "two"]
-    # one that is named alone is meant
-    cache = "cache-3a5455ed79103799.arrow"
-    assert texts_of(tmp_path, cache) == ["mapped"]
-    assert texts_of(tmp_path, cache, f"{other}/data-00000-of-00001.arrow") == ["mapped", "three"]
+    for items in (map(str, paths), [path.name for path in paths], [f"memory:/{p}" for p in paths]):
+        with pytest.raises(
+            ConvertError, match=rf"cache-\w+\.arrow': is {NOT_IN_INDEX}; name its folder"
+        ):
+            texts_of(tmp_path, *items)
+    listed = [f"{root}/data-00001-of-00002.arrow", f"{other}/data-00000-of-00001.arrow"]
+    assert texts_of(tmp_path, *listed) == ["two", "three"]
 
 
 def test_a_listed_file_that_is_lost_is_an_error_and_one_that_is_excluded_is_none(
@@ -283,7 +281,8 @@ def test_lists_of_other_programs_leave_nothing_out(tmp_path: Path) -> None:
     for number, state in enumerate(states):
         write_arrow(tmp_path / f"{number}/a.arrow", f"text {number}")
         (tmp_path / f"{number}/state.json").write_text(state)
-    assert len(texts_of(tmp_path, *(f"{tmp_path}/{number}" for number in range(5)))) == 5
+    folders = [f"{tmp_path}/{number}" for number in range(5)]
+    assert len(texts_of(tmp_path, *folders, exclude=("state.json",))) == 5
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -385,4 +384,4 @@ def test_what_a_job_of_spark_did_not_commit_is_no_document(tmp_path: Path) -> No
         write_parquet(tmp_path / "in" / name, [f"text {number}"])
     root = str(tmp_path / "in")
     assert texts_of(tmp_path, root) == ["text 0"]
-    assert counts_of(root) == {"leftovers and checksums": 2}
+    assert counts_of(root) == {"hidden": 2}

@@ -27,7 +27,7 @@ from streammega.convert.read.source import Skipped, Slice
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError
 from streammega.storage import open_store
 from streammega.storage.backends.fsspec import FsspecStore
-from streammega.storage.file_system import StoreFiles
+from streammega.storage.file_system import open_place
 from streammega.storage.open import register_scheme
 from streammega.storage.store import ObjectInfo, Store, WrapperStore
 from tests.support.builders import convert_bytes, tar_bytes, write_tar
@@ -314,6 +314,8 @@ class Counted(WrapperStore):
 def test_an_input_is_looked_up_once() -> None:
     store = Counted(FsspecStore("memory", "", StorageConfig()))
     store.put("once/a.jsonl", b"{}")
-    described = StoreFiles(store, "").info("once/a.jsonl")
-    assert (described["size"], described["type"]) == (2, "file")
+    register_scheme("counted", lambda: store)
+    entry = open_place("counted://once/a.jsonl", StorageConfig()).file("counted://once/a.jsonl")
+    assert entry is not None
+    assert (entry.size, entry.kind) == (2, "file")
     assert store.looked_up == ["once/a.jsonl"]

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -65,38 +66,69 @@ def test_a_mark_of_utf_8_may_be_alone_in_its_line(name: str, before: bytes, tmp_
         assert made(tmp_path) == (["one", "two"] if written_data != data else []) + ["last"]
 
 
-@pytest.mark.parametrize(
-    "name", ["a.txt", "a.md", "a.rst", "a.tex", "a.html", "a.xml", "a.py", "a.C", "README"]
-)
-def test_prose_markup_and_code_are_one_text_a_file(name: str, tmp_path: Path) -> None:
-    convert_to(tmp_path, written(tmp_path / name, RECORDS))
+UNKNOWN = ["a.jsonl.bak", "a.jsonl.1", "corpus", "a.dat", "a.jsonl.1.gz", "a.md", "a.C", "README"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.text", "a.TXT.gz"])
+def test_a_text_is_known_by_its_suffix(name: str, tmp_path: Path) -> None:
+    pack: Callable[[bytes], bytes] = gzip.compress if name.endswith("gz") else bytes
+    convert_to(tmp_path, written(tmp_path / name, pack(RECORDS)))
     assert made(tmp_path) == [RECORDS.decode()]
 
 
-UNKNOWN = ["a.jsonl.bak", "a.jsonl.1", "corpus", "a.dat", "a.jsonl.1.gz", "a.jpg"]
-
-
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_suffix_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / name, RECORDS)
-    assert format_of(name) == "unknown"
-    for named in (path, tmp_path / "*"):
-        with pytest.raises(ConvertError, match=rf"{name}'.*\.txt .* or \.jsonl"):
-            convert_to(tmp_path, named)
-
-
-def test_unknown_files_beside_known_ones_are_left_out_of_a_folder_and_counted(
-    tmp_path: Path,
+def test_an_unknown_suffix_is_refused_and_is_a_text_if_that_is_asked_for(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    data = gzip.compress(RECORDS) if name.endswith("gz") else RECORDS
+    path = written(tmp_path / "in" / name, data)
+    assert format_of(name) == ""
+    with pytest.raises(ConvertError, match=rf"{name}'.*\.txt .*\.jsonl .*--include '") as refused:
+        convert_to(tmp_path, path)
+    for named in (path.parent, path.parent / "*"):
+        with pytest.raises(ConvertError, match=rf"left out: of unknown suffix: 1 \('.*{name}'\)"):
+            convert_to(tmp_path, named)
+    told = str(refused.value).rpartition("--include ")[2].strip("'")
+    for pattern in (told, name, f"*/{name}"):
+        for named in (path, path.parent, path.parent / "*"):
+            convert_to(tmp_path, named, include=(pattern,))
+            assert made(tmp_path) == [RECORDS.decode()]
+    assert not caplog.messages
+    # a pattern that chooses files says nothing of their format
+    for pattern in ("*", "*/in/*"):
+        with pytest.raises(ConvertError, match="of unknown suffix: 1"):
+            convert_to(tmp_path, path.parent, include=(pattern,))
+
+
+def test_unknown_files_beside_known_ones_are_left_out_and_counted(tmp_path: Path) -> None:
     for name in UNKNOWN:
         written(tmp_path / "in" / "below" / name, RECORDS)
-    with pytest.raises(ConvertError, match="names no format"):
-        convert_to(tmp_path, tmp_path / "in")
     written(tmp_path / "in" / "b.jsonl", RECORDS)
-    report = convert_to(tmp_path, tmp_path / "in")
+    for named in (tmp_path / "in", tmp_path / "in" / "**"):
+        report = convert_to(tmp_path, named)
+        assert made(tmp_path) == ["one", "two"]
+        assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
+        assert "of unknown suffix: 8" in as_text(report.summary())
+    report = convert_to(tmp_path, tmp_path / "in", include=("*.jsonl", "*.md", "*.C"))
+    assert made(tmp_path) == ["one", "two", RECORDS.decode(), RECORDS.decode()]
+
+
+@pytest.mark.parametrize("unwanted", ["b.md", ".b.jsonl", "other/c.md", "fifo"])
+def test_what_is_left_out_is_an_error_if_that_is_asked_for(unwanted: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    written(folder / "a.jsonl", RECORDS)
+    (folder / "link.jsonl").symlink_to("a.jsonl")
+    convert_to(tmp_path, folder, strict=True)
+    if unwanted == "fifo":
+        os.mkfifo(folder / unwanted)
+    else:
+        written(folder / unwanted, RECORDS)
+    with pytest.raises(ConvertError, match=rf"--strict.* left out: .*: 1 \('.*{unwanted}'\)"):
+        convert_to(tmp_path, folder, strict=True)
+    convert_to(tmp_path, folder)
+    convert_to(tmp_path, folder, strict=True, exclude=(Path(unwanted).parts[0],))
+    convert_to(tmp_path, folder, strict=True, include=("a.jsonl",), exclude=(".*",))
     assert made(tmp_path) == ["one", "two"]
-    assert report.files_passed_over == {"of unknown suffix": len(UNKNOWN)}
-    assert "of unknown suffix: 6" in as_text(report.summary())
 
 
 @pytest.mark.parametrize(("known", "unknown"), [(1, 1), (3, 1), (9, 1), (10, 1), (1, 0)])

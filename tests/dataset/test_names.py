@@ -28,8 +28,7 @@ from botocore.config import Config
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.job import Job, plan_units
-from streammega.convert.read.inputs import find_inputs
-from streammega.convert.read.selection import SkippedFiles
+from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.convert.run import plan
 from streammega.convert.work_dir import WorkDir
 from streammega.dataset.verify import verify
@@ -147,47 +146,39 @@ def chosen(root: str, **patterns: Any) -> tuple[list[str], dict[str, int]]:
     return [os.path.relpath(item.path, root) for item in found], passed.counts
 
 
+READ = ["data/a.jsonl", "data/b.jsonl", "data/notes.txt", "old/a.jsonl"]
+LEFT_OUT = {"hidden": 3, "of unknown suffix": 5}
+
+
 @pytest.mark.guarantee("files-folders-read")
 def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", FOLDER)
-    names, counts = chosen(root)
-    assert names == ["data/a.jsonl", "data/b.jsonl", "data/notes.txt", "old/a.jsonl"]
-    assert counts == {
-        "hidden": 3,
-        "leftovers and checksums": 3,
-        "next to the data (README, LICENSE, ...)": 2,
-    }
+    assert chosen(root) == (READ, LEFT_OUT)
     report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    assert report.files_passed_over == counts
-    assert report.as_dict()["files_passed_over"] == report.summary()["files_passed_over"] == counts
+    assert report.files_passed_over == LEFT_OUT
+    assert (
+        report.as_dict()["files_passed_over"] == report.summary()["files_passed_over"] == LEFT_OUT
+    )
 
 
 @pytest.mark.guarantee("files-folders-read")
 def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", FOLDER)
-    assert chosen(root, include=("*.jsonl",))[0] == ["data/a.jsonl", "data/b.jsonl", "old/a.jsonl"]
+    lines = ["data/a.jsonl", "data/b.jsonl", "old/a.jsonl"]
     names, counts = chosen(root, include=("*.jsonl",), exclude=("old/*", "b.*"))
     assert names == ["data/a.jsonl"]
-    assert (counts["excluded"], counts["not included"]) == (2, 3)
-    assert chosen(root, include=("README*",))[0] == ["README.md"]
+    assert (counts["excluded"], counts["not included"]) == (2, 6)
+    for item in (root, f"{root}/*/*"):
+        found = find_inputs([item], None, ConvertOptions(include=("*.jsonl",)))
+        assert [os.path.relpath(one.path, root) for one in found] == lines
+        for pattern in ("old/*", f"{root}/old/*"):
+            found = find_inputs([item], None, ConvertOptions(exclude=(pattern,)))
+            assert [os.path.relpath(one.path, root) for one in found] == READ[:3]
+    assert chosen(root, include=("README.md", "*.jsonl"))[0] == ["README.md", *lines]
     with pytest.raises(
-        ConvertError, match=r"holds no files that can be read; left out: .*not included: 6"
+        ConvertError, match=r"holds no files that can be read; left out: .*not included: 9"
     ):
         chosen(root, include=("*.parquet",))
-    found = find_inputs([f"{root}/*/*"], None, ConvertOptions(include=("*.jsonl",)))
-    assert [item.path for item in found] == [
-        f"{root}/data/a.jsonl",
-        f"{root}/data/b.jsonl",
-        f"{root}/old/a.jsonl",
-    ]
-
-
-def test_a_folder_of_texts_is_read_with_its_readme(tmp_path: Path) -> None:
-    root = tree(tmp_path / "in", {"README.md": b"read me", "a.md": b"a", "LICENSE": b"free"})
-    assert chosen(root) == (["LICENSE", "README.md", "a.md"], {})
-    assert [item.path for item in find_inputs([f"{tree(tmp_path / 'b', FOLDER)}/README.md"])] == [
-        f"{tmp_path}/b/README.md"
-    ]
 
 
 def test_folders_of_object_stores_are_chosen_from_alike(
@@ -200,15 +191,8 @@ def test_folders_of_object_stores_are_chosen_from_alike(
     found = find_inputs(
         [f"s3://{bucket}/in"], s3_storage, ConvertOptions(exclude=("old/*",)), passed
     )
-    assert [item.path for item in found] == [
-        f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")
-    ]
-    assert passed.counts == {
-        "hidden": 3,
-        "leftovers and checksums": 3,
-        "next to the data (README, LICENSE, ...)": 2,
-        "excluded": 1,
-    }
+    assert [item.path for item in found] == [f"s3://{bucket}/in/{name}" for name in READ[:3]]
+    assert passed.counts == LEFT_OUT | {"excluded": 1}
 
 
 def test_the_command_takes_patterns_and_says_what_was_left_out(

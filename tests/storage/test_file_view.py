@@ -35,7 +35,7 @@ from streammega.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
 )
-from streammega.storage.file_system import expect_end, file_system, open_file
+from streammega.storage.file_system import expect_end, open_file, open_place
 from streammega.storage.object_file import (
     MAX_READ_AHEAD_BYTES,
     MAX_READ_BYTES,
@@ -216,24 +216,18 @@ def test_files_of_a_bucket_are_listed_by_the_store(place: Place) -> None:
     for name in ("deep/b.bin", "deep/er/c.bin", "other.txt"):
         (place.root / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         place.write(name, b"abc")
-    system, path = file_system("s3://data/", place.storage)
-    assert sorted(system.find(path)) == [
-        "data/a.bin",
-        "data/deep/b.bin",
-        "data/deep/er/c.bin",
-        "data/other.txt",
-    ]
-    assert sorted(system.glob("data/*")) == ["data/a.bin", "data/other.txt"]
-    assert sorted(system.glob("data/**/*.bin")) == [
-        "data/a.bin",
-        "data/deep/b.bin",
-        "data/deep/er/c.bin",
-    ]
-    assert sorted(system.glob("data/d*/b*")) == ["data/deep/b.bin"]
-    assert system.isdir("data/deep")
-    assert not system.isfile("data/deep")
-    assert system.cat_file("data/a.bin", start=5, end=9) == DATA[5:9]
-    assert system.cat_file("data/deep/b.bin", start=0, end=9) == b"abc"
+    files = open_place("s3://data/", place.storage)
+    names = ["a.bin", "deep/b.bin", "deep/er/c.bin", "other.txt"]
+    for is_deep, listed in ((False, ["a.bin", "other.txt"]), (True, names)):
+        # what a listing tells is not asked again
+        assert files.is_folder("s3://data/deep")
+        assert not files.is_folder("s3://data/other.txt")
+        assert not files.is_folder("s3://data/dee")
+        entries = list(files.entries("s3://data", is_deep=is_deep))
+        assert [entry.path for entry in entries] == [f"s3://data/{name}" for name in listed]
+        assert all(files.file(entry.path) == entry for entry in entries)
+    assert files.file("s3://data/deep") is None
+    assert files.read("s3://data/deep/b.bin") == b"abc"
 
 
 def test_inputs_that_were_listed_are_not_asked_for_one_by_one(place: Place) -> None:

@@ -48,7 +48,7 @@ from streammega.storage.backends.remote import (
 from streammega.storage.backends.s3_options import s3_arguments
 from streammega.storage.derived_stores import ConcatStore
 from streammega.storage.etags import version_of
-from streammega.storage.file_system import file_system
+from streammega.storage.file_system import open_place
 from streammega.storage.open import SCHEMES, BucketStore
 from streammega.storage.store import (
     ObjectInfo,
@@ -600,7 +600,7 @@ def test_a_version_in_a_name_is_no_other_object(moto: S3) -> None:
         with pytest.raises(ConfigError, match=r"versionId=1: fsspec's driver takes '\?versionId='"):
             call(own)
     with pytest.raises(ConfigError, match=r"takes '\?versionid='"):
-        file_system("abfs://container/a.jsonl?versionid=1", StorageConfig())
+        open_place("abfs://container/a.jsonl?versionid=1", StorageConfig())
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/", "oss://bucket/"])

@@ -7,7 +7,6 @@ line in `FORMATS`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.arrays import read_npy, read_raw
-from streammega.convert.read.compression import bare_name, format_suffix
+from streammega.convert.read.compression import format_suffix
 from streammega.convert.read.mds_litdata import keep_folder, read_litdata, read_mds
 from streammega.convert.read.megatron import cut_documents, read_pair
 from streammega.convert.read.source import (
@@ -38,33 +37,6 @@ from streammega.convert.read.text import (
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
 
-PROSE_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".asciidoc", ".org", ".srt")
-MARKUP_SUFFIXES = (
-    *(".html", ".htm", ".xhtml", ".xml", ".svg", ".tex", ".bib", ".sty", ".typ"),
-    *(".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".css", ".scss", ".less", ".ipynb"),
-)
-CODE_SUFFIXES = (
-    *(".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".cuh"),
-    *(".cs", ".java", ".kt", ".kts", ".scala", ".groovy", ".clj", ".go", ".rs", ".zig", ".swift"),
-    *(".m", ".mm", ".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx", ".vue", ".php", ".rb", ".pl"),
-    *(".pm", ".lua", ".r", ".hs", ".ml", ".mli", ".fs", ".ex", ".exs", ".erl", ".lisp"),
-    *(".el", ".scm", ".rkt", ".f", ".f90", ".f95", ".for", ".pas", ".adb", ".ads", ".d", ".nim"),
-    *(".v", ".sv", ".vhd", ".vhdl", ".asm", ".s", ".sh", ".bash", ".zsh", ".fish", ".ps1", ".bat"),
-    *(".sql", ".proto", ".thrift", ".graphql", ".cmake", ".mk", ".gradle", ".tf", ".nix", ".lean"),
-    *(".agda", ".coq", ".dart", ".sol", ".cob", ".cbl", ".tcl", ".vim", ".diff", ".patch"),
-)
-TEXT_NAMES = (
-    "readme",
-    "license",
-    "licence",
-    "notice",
-    "copying",
-    "authors",
-    "changelog",
-    "makefile",
-    "dockerfile",
-)
-"""Files without a suffix that are one text each."""
 Reader = Callable[[Source], Iterator[RawDocument | Tokens]]
 Cutter = Callable[[Input, int, int, StorageConfig], Iterator[Slice]]
 """Divides an input: (input, wanted bytes of a slice, most bytes of one, storage) -> its slices."""
@@ -93,11 +65,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "text": Format(
-        read_text,
-        (*PROSE_SUFFIXES, *MARKUP_SUFFIXES, *CODE_SUFFIXES),
-        has_text=True,
-    ),
+    "text": Format(read_text, (".txt", ".text"), has_text=True),
     "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True),
     "csv": Format(read_csv, (".csv", ".tsv"), has_text=True),
     "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow"),
@@ -118,10 +86,8 @@ BY_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known
 
 
 def format_of(path: str) -> str:
-    """The format that a path's suffix tells; "unknown" where it tells none."""
-    if os.path.basename(bare_name(path)).lower() in TEXT_NAMES:
-        return "text"
-    return BY_SUFFIX.get(format_suffix(path), "unknown")
+    """The format that a path's suffix tells; "" where it tells none."""
+    return BY_SUFFIX.get(format_suffix(path), "")
 
 
 def read_slice(

@@ -28,7 +28,7 @@ from streammega.convert.read.source import (
     unreadable,
 )
 from streammega.errors import ConvertError, StreammegaError
-from streammega.storage.file_system import expect_end, file_system
+from streammega.storage.file_system import expect_end, open_file
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson")
 """Suffixes of files with a JSON record a line. Other JSON files are told apart by their content."""
@@ -120,8 +120,8 @@ def _has_lines(item: Input, storage: StorageConfig) -> bool:
     if format_suffix(item.path) in JSON_LINES_SUFFIXES:
         return True
     try:
-        system, name = file_system(item.url, storage)
-        return holds_lines(bytes(system.cat_file(name, start=0, end=HEAD_BYTES))[:HEAD_BYTES])
+        with open_file(item.url, storage, etag=item.etag) as file:
+            return holds_lines(file.read(HEAD_BYTES))
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
