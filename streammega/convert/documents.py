@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.idx import MAX_TOKENS
-from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins
+from streammega.dataset.provenance import FILE, DocumentOrigins, concat_origins, origins_of
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.errors.words import in_one_line
@@ -160,13 +160,9 @@ class Tokens:
 
 def origins_in(path: str, kind: int, first: int, count: int) -> DocumentOrigins:
     """Origins of documents in one file, numbered from `first` on unless `kind` is FILE."""
-    return DocumentOrigins(
-        paths=(redact_urls(path),),
-        path=np.zeros(count, np.int32),
-        kind=np.full(count, kind, np.uint8),
-        place=np.zeros(count, np.int64) if kind == FILE else np.arange(first, first + count),
-        ids=[""] * count,
-    )
+    places = np.zeros(count, np.int64) if kind == FILE else np.arange(first, first + count)
+    kinds = np.full(count, kind, np.uint8)
+    return origins_of([redact_urls(path)] * count, kinds, places, [""] * count)
 
 
 def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ to trace them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ from streammega.dataset.document_lookup import ShardDocuments
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import strip_suffix
 from streammega.dataset.opening import open_manifests
-from streammega.dataset.provenance import OriginNames, is_number
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.errors.logs import get_logger
@@ -204,14 +204,13 @@ class DocumentNames:
         documents_of_name: dict[str, set[DocumentName]] = {}
         if not names:
             return documents_of_name
-        origin_names = OriginNames(names)
         without = []
         for dataset in datasets:
             for shard, documents in enumerate(self.all_shards[dataset]):
                 if documents.origins is None:
                     without.append(documents.name)
                     continue
-                for name, document in documents.origins.find(origin_names):
+                for name, document in documents.origins.find(names):
                     place = DocumentName(dataset, shard, document)
                     documents_of_name.setdefault(name, set()).add(place)
         if documents_of_name and without:
@@ -257,7 +256,8 @@ def _numbered(name: str) -> Iterator[tuple[str, str, int]]:
     """(sign, dataset or shard, number) of a name that is written so."""
     for sign in "#:":
         prefix, _, number = name.rpartition(sign)
-        if prefix and is_number(number):
+        # as numbers are written: without zeros before them, and few enough for an int64
+        if prefix and re.fullmatch(r"0|[1-9][0-9]{0,17}", number):
             yield sign, _plain(prefix), int(number)
 
 
