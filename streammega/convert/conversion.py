@@ -24,6 +24,7 @@ from streammega.convert.job import (
     stored_bytes,
 )
 from streammega.convert.options import ConvertOptions, ExecutionConfig, digest_of_json
+from streammega.convert.read.formats import needs_process
 from streammega.convert.read.inputs import SkippedFiles
 from streammega.convert.read.megatron import check_local_version, dataset_name
 from streammega.convert.read.source import Input
@@ -328,6 +329,10 @@ class Conversion:
             self.execution,
             self.progress.advance,
             max_threads=MAX_THREADS,
+            in_processes=any(
+                needs_process(piece.input) for unit in remaining for piece in job.units[unit]
+            ),
+            may_leave_out=self.options.on_error == "skip",
             work_dir=self.work_dir,
             inputs=self.inputs,
         ):

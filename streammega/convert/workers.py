@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import multiprocessing
 import os
-import signal
 import socket
-import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    BrokenExecutor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    as_completed,
-)
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from streammega.convert.options import ExecutionConfig
+from streammega.convert.processes import (
+    Done,
+    Work,
+    do_counted,
+    run_in_processes,
+    set_library_threads,
+)
 from streammega.convert.read.source import Input
 from streammega.convert.work_dir import WorkDir
 from streammega.errors import ConfigError, ConvertError, StreammegaError
@@ -37,21 +34,13 @@ from streammega.storage.thread_pool import thread_state
 
 log = get_logger(__name__)
 
-Work = Callable[[int, Progress], Any]
-"""Does the unit or shard of a number: (number, progress(bytes, tokens)) -> its result. It is sent to
-other processes.
-"""
 MAX_DEATHS = 5
-"""Times that workers may be killed under a run before it fails."""
+"""Times that Ray does a task again whose worker was killed."""
 MAX_CHECKED_INPUTS = 1000
 """Inputs that a machine checks at most, spread over all."""
-PR_SET_PDEATHSIG = 1
-"""The option of Linux's prctl for the signal that a process gets when its parent ends."""
 LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
 """They set how many threads the tokenizers library uses."""
 
-_work: Work | None = None
-"""What a worker process does; sent there once."""
 _checked: set[str] = set()
 """Markers of conversions whose files this worker of a cluster has found."""
 
@@ -64,13 +53,16 @@ def run_parallel(
     *,
     max_threads: int = 1,
     max_at_once: int | None = None,
+    in_processes: bool = False,
+    may_leave_out: bool = False,
     work_dir: WorkDir | None = None,
     inputs: Sequence[Input] = (),
 ) -> Iterator[tuple[int, Any]]:
     """(number, result) of each as it is done. Raises what one raised, and stops the others.
 
     max_threads: up to so many workers are threads of this process, which start at once and share a
-    tokenizer's cache. More are processes. work_dir, inputs: what each machine of a cluster must see.
+    tokenizer's cache. More are processes, and so are all with `in_processes`. may_leave_out: see
+    `run_in_processes`. work_dir, inputs: what each machine of a cluster must see.
     """
     if not numbers:
         return
@@ -80,8 +72,10 @@ def run_parallel(
         return
     wanted = execution.workers or num_threads()
     workers = min(wanted, len(numbers), max_at_once or wanted)
-    if workers > max_threads:
-        yield from _run_in_processes(work, numbers, workers, progress)
+    if in_processes or workers > max_threads:
+        yield from run_in_processes(
+            work, numbers, workers, progress, library_threads=wanted, may_leave_out=may_leave_out
+        )
         return
     # The workers share the threads of the tokenizer's library: all of these are busy while one
     # worker writes, and when only one is left.
@@ -130,110 +124,11 @@ def _run_in_threads(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _run_in_processes(
-    work: Work, numbers: Sequence[int], workers: int, progress: Progress
-) -> Iterator[tuple[int, Any]]:
-    """Each process does one number at a time, and reports its progress when that is done."""
-    # Clients and thread pools of this process do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    remaining = list(numbers)
-    deaths = 0
-    has_started = context.RawValue(ctypes.c_bool, False)
-    while remaining:
-        pool = ProcessPoolExecutor(workers, context, _start_process, (work, has_started))
-        try:
-            running = _submit(pool, remaining)
-            for future in as_completed(running):
-                result, size, tokens = future.result()
-                progress(size, tokens)
-                remaining.remove(running[future])
-                yield running[future], result
-        except BrokenExecutor:
-            processes = _processes(pool)
-            pool.shutdown(wait=True)  # exit codes are known when its thread has joined all
-            # A process that was killed ends by a signal; exit code 1 is an error of Python.
-            is_error = any(process.exitcode == 1 for process in processes)
-            if not has_started.value and is_error:
-                script = getattr(sys.modules["__main__"], "__file__", None) or "the main script"
-                raise ConvertError(
-                    f"{script}: the worker processes could not start, because each of them runs this "
-                    f"script first. Put the call of streammega.convert under "
-                    f'`if __name__ == "__main__":`, or use one worker (workers=1). If it is there '
-                    f"already, see the error of a worker above"
-                ) from None
-            deaths += 1
-            if deaths > MAX_DEATHS:
-                raise ConvertError(
-                    "workers were killed again and again (out of memory?); use fewer --workers, or "
-                    "less --shuffle-memory"
-                ) from None
-            log.warning(
-                "a worker was killed; what it was doing is done again (%d of at most %d times)",
-                deaths,
-                MAX_DEATHS,
-            )
-        finally:
-            # The pool has no call to stop running tasks before Python 3.14.
-            for process in _processes(pool):
-                process.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> dict[Future[Any], int]:
-    """Futures of the numbers. Raises BrokenExecutor where a worker died while others were started."""
-    try:
-        return {pool.submit(_run_here, number): number for number in numbers}
-    except OSError:
-        # A pool that breaks closes the pipe that the next worker would get. Only then does it take
-        # no more work.
-        pool.submit(_run_here, numbers[0])
-        raise
-
-
-def _processes(pool: ProcessPoolExecutor) -> list[Any]:
-    return list((getattr(pool, "_processes", None) or {}).values())
-
-
-def _start_process(work: Work, has_started: Any) -> None:
-    global _work
-    has_started.value = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    if sys.platform == "linux":
-        # A worker does not outlive its parent, however that ends.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _set_library_threads(1)
-    _work = work
-
-
-def _run_here(number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a number, in a worker process."""
-    assert _work is not None
-    return _run_counted(_work, number)
-
-
-def _run_counted(work: Work, number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a number, for a process that cannot report progress meanwhile."""
-    bytes_done = 0
-    tokens_done = 0
-
-    def count(size: int, tokens: int) -> None:
-        nonlocal bytes_done, tokens_done
-        bytes_done += size
-        tokens_done += tokens
-
-    return work(number, count), bytes_done, tokens_done
-
-
-def _set_library_threads(threads: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
-
-
 @contextmanager
 def _library_settings(threads: int) -> Iterator[None]:
     """Threads of the tokenizers library in this process; the caller's settings come back after."""
     before = {name: os.environ.get(name) for name in LIBRARY_VARIABLES}
-    _set_library_threads(threads)
+    set_library_threads(threads)
     try:
         yield
     finally:
@@ -384,11 +279,11 @@ def _get(ray: Any, reference: Any) -> Any:
         ) from None
 
 
-def _run_on_machine(shared: tuple[Work, SharedFiles | None], number: int) -> tuple[Any, int, int]:
-    """(result, bytes, tokens) of a number, on a machine of the cluster."""
+def _run_on_machine(shared: tuple[Work, SharedFiles | None], number: int) -> Done:
+    """Do the work of a number, on a machine of the cluster."""
     work, files = shared
     if files is not None and files.marker not in _checked:
         files.check()
         _checked.add(files.marker)
-    _set_library_threads(1)  # Ray gives each task one core
-    return _run_counted(work, number)
+    set_library_threads(1)  # Ray gives each task one core
+    return do_counted(work, number)

@@ -107,6 +107,11 @@ def is_in_a_bucket(url: str) -> bool:
     return scheme in _registered or (scheme in SCHEMES and SCHEMES[scheme].is_bucket)
 
 
+def is_of_this_process(url: str) -> bool:
+    """Whether no other process can open a URL: its store was registered here, or is memory."""
+    return scheme_of(url) in ("memory", *_registered)
+
+
 def local_path(url: str) -> str:
     """The absolute path of a local name or file:// URL. `~` is the home folder.
 

@@ -385,34 +385,6 @@ def test_sparklines_follow_the_values() -> None:
     assert sparkline([2.0, 2.0]) == "▁▁"
 
 
-def test_a_script_without_a_main_guard_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 2000)
-    call = 'convert(["in.jsonl"], "web", tokenizer="bytes", workers=2, format="tar", shard_bytes=4000)\n'
-    script = tmp_path / "script.py"
-    imports = "from streammega.convert import convert\n"
-    script.write_text(imports + call)
-    refused = _run_script(script)
-    assert refused.returncode == 1
-    message = refused.stderr.splitlines()[-1]
-    assert f"{script}: the worker processes could not start" in message
-    assert 'Put the call of streammega.convert under `if __name__ == "__main__":`' in message
-    assert "killed" not in refused.stderr
-
-    script.write_text(f'{imports}if __name__ == "__main__":\n    {call}')
-    assert _run_script(script).returncode == 0
-    assert (tmp_path / "web.manifest.json").exists()
-
-
-def _run_script(script: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script)],
-        cwd=script.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))
 
 

@@ -5,8 +5,6 @@ and memory change nothing.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing.spawn
-import operator
 import os
 import random
 import re
@@ -607,31 +605,6 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
     assert "RAYON_NUM_THREADS" not in os.environ
 
 
-def test_a_worker_that_dies_while_others_start_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The pool has closed by then what the next worker would get: `handle is closed`."""
-    prepare = multiprocessing.spawn.get_preparation_data
-    of_other_tests = set(multiprocessing.active_children())
-    starts = 0
-
-    def prepare_late(name: str) -> dict[str, Any]:
-        nonlocal starts
-        starts += 1
-        if starts == 2:
-            (first,) = set(multiprocessing.active_children()) - of_other_tests
-            first.kill()
-            first.join()
-            if sys.version_info < (3, 12):  # later ones wait for the start that is under way
-                time.sleep(1.0)  # until the pool knows it; where that is late, nothing is tried
-        return prepare(name)
-
-    monkeypatch.setattr(multiprocessing.spawn, "get_preparation_data", prepare_late)
-    results = dict(run_parallel(operator.is_, range(5), ExecutionConfig(workers=3), ignore))
-    assert results == dict.fromkeys(range(5), False)
-    assert "a worker was killed" in caplog.text
-
-
 def test_no_task_begins_if_they_are_interrupted_while_they_are_handed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -691,10 +664,6 @@ def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
     assert (folder / "killed").exists()
     with pytest.raises(ConvertError, match="this one cannot be done"):
         list(run_parallel(failing_task, range(3), execution, ignore))
-
-
-def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    check_that_a_killed_worker_is_replaced(tmp_path, "local")
 
 
 def test_a_cluster_needs_a_work_folder_of_all_its_machines(

@@ -36,6 +36,7 @@ from streammega.convert.read.text import (
 )
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.errors.words import pluralize
+from streammega.storage.open import is_of_this_process
 
 Reader = Callable[[Source], Iterator[RawDocument | Tokens]]
 Cutter = Callable[[Input, int, int, StorageConfig], Iterator[Slice]]
@@ -53,7 +54,8 @@ class Format(NamedTuple):
     """A format of inputs.
 
     signature: (byte, bytes) by which a stream is known. has_text: whether it holds text and nothing
-    else. package: what reads it, of the extra `convert`.
+    else. package: what reads it, of the extra `convert`. is_native: whether a library reads it that may
+    end the process, which is then one of its own.
     """
 
     read: Reader
@@ -62,15 +64,22 @@ class Format(NamedTuple):
     signature: tuple[int, bytes] | None = None
     has_text: bool = False
     package: str = ""
+    is_native: bool = False
 
 
 FORMATS = {
     "text": Format(read_text, (".txt", ".text"), has_text=True),
     "jsonl": Format(read_json, JSON_SUFFIXES, cut_lines, has_text=True),
     "csv": Format(read_csv, (".csv", ".tsv"), has_text=True),
-    "parquet": Format(read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow"),
+    "parquet": Format(
+        read_parquet, (".parquet",), cut_row_groups, (0, b"PAR1"), package="pyarrow", is_native=True
+    ),
     "arrow": Format(
-        read_arrow, (".arrow", ".feather", ".ipc"), signature=(0, b"ARROW1"), package="pyarrow"
+        read_arrow,
+        (".arrow", ".feather", ".ipc"),
+        signature=(0, b"ARROW1"),
+        package="pyarrow",
+        is_native=True,
     ),
     # POSIX and GNU begin alike at that byte of the first header
     "tar": Format(read_tar, (".tar", ".tgz"), signature=(257, b"ustar")),
@@ -80,7 +89,7 @@ FORMATS = {
     "npy": Format(read_npy, (".npy",)),
     # folders, which `inputs.py` finds by their index.json
     "mds": Format(read_mds, cut=keep_folder),
-    "litdata": Format(read_litdata, cut=keep_folder),
+    "litdata": Format(read_litdata, cut=keep_folder, is_native=True),  # its rows are Arrow
 }
 BY_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known.suffixes}
 
@@ -88,6 +97,11 @@ BY_SUFFIX = {suffix: name for name, known in FORMATS.items() for suffix in known
 def format_of(path: str) -> str:
     """The format that a path's suffix tells; "" where it tells none."""
     return BY_SUFFIX.get(format_suffix(path), "")
+
+
+def needs_process(item: Input) -> bool:
+    """Whether an input is read by a process of its own. What only this process can open is not."""
+    return FORMATS[item.format].is_native and not is_of_this_process(item.path)
 
 
 def read_slice(
@@ -102,6 +116,8 @@ def read_slice(
     source = Source(piece, options, storage, skipped)
     last: RawDocument | Tokens | None = None
     documents = 0
+    if not source.begins():
+        return
     try:
         for item in FORMATS[piece.input.format].read(source):
             if isinstance(item, Tokens):

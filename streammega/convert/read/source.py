@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -110,6 +110,30 @@ class Skipped:
         self.members[kind] = self.members.get(kind, 0) + 1
 
 
+class Place(NamedTuple):
+    """A part of an input; "": all of it, or of a slice."""
+
+    path: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.part}" if self.part else self.path
+
+
+@dataclass
+class NativeReads:
+    """What a worker process reads, for native libraries may end it. tell: called before each part.
+    fatal: parts that have ended processes before, with the message.
+    """
+
+    tell: Callable[[Place], None] | None = None
+    fatal: Mapping[Place, str] = field(default_factory=dict)
+
+
+native_reads = NativeReads()
+"""That of this process. Threads of the conversion itself tell nothing."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A slice of an input for its reader: the bytes, the options, and the faults."""
@@ -123,6 +147,16 @@ class Source:
     def path(self) -> str:
         """The input's name for messages."""
         return self.piece.input.path
+
+    def begins(self, part: str = "", rows: int = 1) -> bool:
+        """Say what of the input is read next. False: a fault of so many rows, since it ends the process."""
+        place = Place(self.path, part)
+        if place in native_reads.fatal:
+            self.fault("unreadable row", native_reads.fatal[place], rows)
+            return False
+        if native_reads.tell is not None:
+            native_reads.tell(place)
+        return True
 
     def open(self) -> AbstractContextManager[Any]:
         """The decompressed bytes; the stored bytes that are read are counted."""

@@ -1,13 +1,15 @@
-"""Files of rows with named columns: Parquet and Arrow by pyarrow, CSV and TSV by the csv module."""
+"""Files of rows with named columns: Parquet and Arrow by pyarrow, CSV and TSV by the csv module.
+
+What pyarrow reads may end the process: it is one of a worker (`processes.py`), and says what it reads
+before. pyarrow's own reader of CSV takes an open quote for the end of the file, without a word, and
+reads no further than a row that is larger than its block.
+"""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import csv
 import io
 import itertools
-import os
 import re
 import sys
 from collections import Counter
@@ -16,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
@@ -40,25 +41,17 @@ from streammega.storage.file_system import open_file
 
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
-VIEW_WORDS = 4
-"""Words of 32 bits of Arrow's view of a text: its length, and its bytes or where they are."""
 PYTHON_BYTES = 1 << 20
 """Bytes of rows that are made Python objects together; these take several times as much."""
 BATCH_BYTES = 16 << 20
-"""Bytes of decoded columns in memory, so that rows of a MiB are not read by the thousand."""
+"""Bytes of columns that are decoded together, so that rows of a MiB are not read by the thousand."""
 MAX_ROWS = 1024
 """Rows that are decoded together at most, however short."""
-VALUE_BYTES = 8
-"""Bytes of a decoded value, about: of a number, or of the place of a text."""
-MAX_SHARED_BYTES = 64 << 20
-"""Bytes that the texts of a row group may become without a look at the largest of them."""
 PIECE_BYTES = 64 << 10
 """Bytes of a line of CSV at a time: expressions take many times as much while they replace."""
 DELIMITERS = ";|\t,"
 """What may divide columns: that of the suffix is read, the others are named."""
 RENAMED = {"\t": "call it .tsv", ",": "call it .csv"}
-DICTIONARY_BYTES = 1 << 20
-"""Bytes of one read of a dictionary: as many as it has at most, as writers make it."""
 
 
 def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -67,135 +60,50 @@ def read_parquet(source: Source) -> Iterator[RawDocument | Tokens]:
 
     piece = source.piece
     with source.open_stored() as file:
-        # Read and decoded by this thread alone: the workers of a conversion are its threads, and a
-        # thread of pyarrow that still lets go of a Python object when the interpreter ends aborts
-        # the process, or never ends.
+        # Read and decoded by this thread alone: each worker is a process, and in that of `describe` a
+        # thread of pyarrow that lets go of a Python object when the interpreter ends aborts it.
         table = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
-        stop = table.num_row_groups if piece.stop < 0 else piece.stop
-        groups = [table.metadata.row_group(number) for number in range(stop)]
-        wanted = groups[piece.start :]
-        num_rows = max(1, sum(group.num_rows for group in wanted))
+        metadata = table.metadata
+        stop = metadata.num_row_groups if piece.stop < 0 else piece.stop
+        rows_of = [metadata.row_group(number).num_rows for number in range(stop)]
+        num_rows = max(1, sum(rows_of[piece.start :]))
         paths, ids = _wanted_paths(table.schema_arrow, source)
         # of structs, only the fields that are wanted; the text may be the id
         columns = [".".join(path) for path in dict.fromkeys([*paths, *ids])]
-        stop_row = sum(group.num_rows for group in groups[: piece.start])
-        for number, group in enumerate(wanted, piece.start):
-            first_row = row = stop_row
-            stop_row += group.num_rows
+        next_row = sum(rows_of[: piece.start])
+        for number in range(piece.start, stop):
+            first_row = row = next_row
+            next_row += rows_of[number]
+            if not source.begins(f"row group {number}", rows_of[number]):
+                continue
             try:
-                rows_at_once = _rows_at_once(file, table.metadata, number, columns)
-                batches = table.iter_batches(
-                    rows_at_once, row_groups=[number], columns=columns, use_threads=False
-                )
-                for batch in batches:
+                rows_at_once = _rows_at_once(metadata, number, columns)
+                for batch in table.iter_batches(rows_at_once, [number], columns, use_threads=False):
                     read = (piece.stored_bytes or 0) * batch.num_rows // num_rows
                     source.skipped.note_read(read)
                     yield from _rows(batch, paths, source, row)
                     row += batch.num_rows
-                if row != stop_row:  # pyarrow gives none where a column says another number
-                    raise ConvertError(
-                        f"{source.path}: of the rows {first_row + 1:,} to {stop_row:,}, in row group "
-                        f"{number:,}, {row - first_row:,} can be read; copy the file again"
+                if row != next_row:  # pyarrow gives none where a column says another number
+                    raise EOFError(
+                        f"{row - first_row:,} of {next_row - first_row:,} rows are there"
                     )
-            except ConvertError as error:  # of values, not of the file
-                source.fault("unreadable row", str(error), stop_row - row)
             except StreammegaError:
                 raise
             except Exception as error:  # of pyarrow, of codecs
-                where = f" from row {row + 1:,} to {stop_row:,}, in row group {number:,}"
+                where = f" from row {row + 1:,} to {next_row:,}, in row group {number:,}"
                 message = unreadable(source.path, error, where)
-                source.fault("unreadable row", message, stop_row - row)
+                source.fault("unreadable row", message, next_row - row)
 
 
-def _rows_at_once(file: Any, metadata: Any, number: int, names: Sequence[str]) -> int:
-    """Rows of a row group whose columns of these names take BATCH_BYTES or so when they are decoded.
-
-    The sizes that are stored do not count a text again that many rows share by a dictionary, or
-    that repeats the one before.
-    """
-    _check_descriptions(file, metadata, number, names)
+def _rows_at_once(metadata: Any, number: int, names: Sequence[str]) -> int:
+    """Rows of a row group whose columns of these names take BATCH_BYTES or so when they are decoded."""
     group = metadata.row_group(number)
-    num_bytes = 1
-    rows = MAX_ROWS
+    size = 1
     for place in range(group.num_columns):
         path = metadata.schema.column(place).path
-        if not any(f"{path}.".startswith(f"{name}.") for name in names):
-            continue
-        column = group.column(place)
-        stored = max(1, column.total_uncompressed_size)
-        value_bytes = max(VALUE_BYTES, metadata.schema.column(place).length or 0)
-        num_bytes += max(stored, column.num_values * value_bytes)
-        if column.physical_type != "BYTE_ARRAY" or stored * column.num_values < MAX_SHARED_BYTES:
-            continue
-        largest = 0
-        if "DELTA_BYTE_ARRAY" in column.encodings:
-            largest = stored
-        elif column.has_dictionary_page:
-            largest = _largest_text(file, metadata, number, path) or stored
-        if largest:
-            texts = BATCH_BYTES // largest
-            rows = min(rows, texts * group.num_rows // max(1, column.num_values))
-    return max(1, min(rows, BATCH_BYTES * int(group.num_rows) // num_bytes))
-
-
-def _check_descriptions(file: Any, metadata: Any, number: int, names: Sequence[str]) -> None:
-    """Raise what pyarrow raises for damaged descriptions of columns in a row group, before it reads.
-
-    It ends the process where Python asks for a description that is damaged.
-    """
-    import pyarrow.parquet as pq
-
-    unread = _Unread(file.seek(0, os.SEEK_END))
-    with contextlib.suppress(_IsRead):
-        table = pq.ParquetFile(unread, metadata=metadata, buffer_size=1, pre_buffer=False)
-        next(table.iter_batches(1, row_groups=[number], columns=names, use_threads=False), None)
-
-
-class _IsRead(Exception):
-    pass
-
-
-class _Unread(io.RawIOBase):
-    """A file of a size, which raises _IsRead when it is read."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def read(self, _size: int = -1) -> bytes:
-        raise _IsRead
-
-
-def _largest_text(file: Any, metadata: Any, number: int, path: str) -> int:
-    """Bytes of the largest text in a column's dictionary, which pyarrow gives with the first row; 0:
-    not known.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    options = {"read_dictionary": [path], "buffer_size": DICTIONARY_BYTES, "pre_buffer": False}
-    try:
-        table = pq.ParquetFile(file, metadata=metadata, **options)
-        batch = next(table.iter_batches(1, row_groups=[number], columns=[path], use_threads=False))
-        column = batch.column(0)
-        while not pa.types.is_dictionary(column.type):
-            column = column.field(0) if pa.types.is_struct(column.type) else column.values
-        return int(_value_bytes(column.dictionary).max(initial=0))
-    except Exception:  # of a type that has none; of damage, which the reader tells
-        return 0
+        if any(f"{path}.".startswith(f"{name}.") for name in names):
+            size += group.column(place).total_uncompressed_size
+    return max(1, min(MAX_ROWS, BATCH_BYTES * int(group.num_rows) // size))
 
 
 def cut_row_groups(
@@ -237,85 +145,40 @@ def read_arrow(source: Source) -> Iterator[RawDocument | Tokens]:
 def arrow_rows(
     file: Any, source: Source, note: Callable[[int], None]
 ) -> Iterator[RawDocument | Tokens]:
-    """Rows of an opened IPC file or stream. note: called with the bytes of each record batch."""
-    import pyarrow as pa
+    """Rows of an opened IPC file or stream. note: called with the bytes of each record batch.
 
-    # the workers of a conversion are its threads
-    options = pa.ipc.IpcReadOptions(use_threads=False)
-    try:
-        reader = pa.ipc.open_file(file, options=options)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-    except pa.ArrowInvalid:
-        file.seek(0)
-        reader = pa.ipc.open_stream(file, options=options)
-        batches = iter(reader)
-    paths, ids = _wanted_paths(reader.schema, source)
-    columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
-    row = 0
-    for batch in batches:
-        note(batch.get_total_buffer_size())
-        wanted = batch.select(columns)
-        # Arrow follows the offsets that are stored: wrong ones end the process, or show other memory.
-        num_sound = batch.num_rows
-        try:
-            _check_offsets(wanted)
-        except pa.ArrowInvalid as error:
-            num_sound = _sound_rows(wanted)
-            lost = f" from row {row + num_sound + 1:,} to {row + batch.num_rows:,}"
-            message = unreadable(source.path, error, lost)
-        if num_sound:
-            yield from _rows(wanted.slice(0, num_sound), paths, source, row)
-        if num_sound < batch.num_rows:
-            source.fault("unreadable row", message, batch.num_rows - num_sound)
-        row += batch.num_rows
-
-
-def _check_offsets(batch: Any) -> None:
-    """Raise pyarrow's ArrowInvalid for what it must not read. A text in another encoding may be read:
-    it is refused with its row.
+    Of a stream nothing can be read behind a record batch whose reading ends the process.
     """
     import pyarrow as pa
 
+    options = pa.ipc.IpcReadOptions(use_threads=False)
     try:
-        batch.validate(full=True)
+        reader = pa.ipc.open_file(file, options=options)
+        numbers: Iterable[int] = range(reader.num_record_batches)
+        read = reader.get_batch
+        behind = ""
     except pa.ArrowInvalid:
-        for column in batch.columns:
-            kind = _with_bytes(column.type)
-            (column if kind == column.type else column.view(kind)).validate(full=True)
-
-
-def _with_bytes(kind: Any) -> Any:
-    """A type with bytes in place of texts."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _with_bytes(kind.value_type), kind.ordered)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_with_bytes(kind.value_type)))
-    types = {
-        pa.string(): pa.binary(),
-        pa.large_string(): pa.large_binary(),
-        pa.string_view(): pa.binary_view(),
-    }
-    return types.get(kind, kind)
-
-
-def _sound_rows(batch: Any) -> int:
-    """How many rows of a damaged record batch come before the damage."""
-    import pyarrow as pa
-
-    def is_damaged(rows: int) -> bool:
+        file.seek(0)
+        reader = pa.ipc.open_stream(file, options=options)
+        numbers = itertools.count()
+        read = lambda _number: reader.read_next_batch()  # noqa: E731
+        behind = " and all behind it"
+    paths, ids = _wanted_paths(reader.schema, source)
+    columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
+    row = 0
+    for number in numbers:
+        if not source.begins(f"record batch {number}{behind}"):
+            if behind:
+                return
+            continue
         try:
-            _check_offsets(batch.slice(0, rows))
-        except pa.ArrowInvalid:
-            return True
-        return False
-
-    return bisect.bisect_left(range(1, batch.num_rows + 1), True, key=is_damaged)
+            batch = read(number)
+        except StopIteration:
+            return
+        note(batch.get_total_buffer_size())
+        if source.begins(f"rows of record batch {number}", batch.num_rows):
+            yield from _rows(batch.select(columns), paths, source, row)
+        row += batch.num_rows
 
 
 def read_csv(source: Source) -> Iterator[RawDocument]:
@@ -579,138 +442,88 @@ def _rows(
 
     A bad value makes a fault of its row: the rows that were to be read with it are read one by one.
     """
-    import pyarrow.compute as pc
+    import pyarrow as pa
 
-    options = source.options
-    if len(paths) == 1:
-        name, *inner = paths[0]
-        column = batch.column(batch.schema.get_field_index(name))
-        if inner:
-            column = pc.struct_field(column, inner)
-        if _is_token_list(column.type):
-            try:
-                tokens = token_lists(column, batch.nbytes, source.path, first)
-            except ConvertError as error:
-                yield from _one_by_one(batch, paths, source, first, str(error))
-                return
-            yield (
-                tokens.with_origins(source.path, LINE, first + 1) if options.provenance else tokens
-            )
-            return
-    max_bytes = options.max_record_bytes
-    batch_bytes = _batch_bytes(batch, max_bytes, source.path)
-    mean_bytes = max(1, batch_bytes // max(1, batch.num_rows))
-    has_large_rows = batch_bytes > max_bytes
-    rows_at_once = 1 if has_large_rows else max(1, PYTHON_BYTES // mean_bytes)
-    for begin in range(0, batch.num_rows, rows_at_once):
-        rows = batch.slice(begin, rows_at_once)
-        size = _batch_bytes(rows, max_bytes, source.path) if has_large_rows else mean_bytes
+    mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
+    rows_at_once = max(1, min(MAX_ROWS, PYTHON_BYTES // mean_bytes))
+    for start in range(0, batch.num_rows, rows_at_once):
+        rows = batch.slice(start, rows_at_once)
+        where = f"{source.path}:{first + start + 1}"
         try:
-            # A row that is too large is left out by its size.
-            records = rows.to_pylist() if size <= max_bytes else [{}]
+            yield from _documents(rows, paths, source, first + start)
         except Exception as error:  # of codecs, of times: each type has its own
-            where = f"{source.path}:{first + begin + 1}"
+            if rows.num_rows > 1:
+                for number in range(rows.num_rows):
+                    yield from _rows(rows.slice(number, 1), paths, source, first + start + number)
+                continue
             message = (
                 f"{where}: has a value that Python cannot hold ({type(error).__name__}: {error}); "
                 f"cast its column, or leave the row out"
             )
             if isinstance(error, UnicodeDecodeError):
                 message = str(not_utf8(where, error))
-            yield from _one_by_one(rows, paths, source, first + begin, message)
-            continue
-        for line, fields in enumerate(records, first + begin + 1):
-            yield RawDocument(
-                data=b"", path=source.path, line=line, is_record=True, fields=fields, size=size
-            )
+            elif isinstance(error, pa.ArrowInvalid):
+                message = unreadable(where, error)
+            elif isinstance(error, ConvertError):
+                message = str(error)
+            source.fault("broken record", message)
 
 
-def _one_by_one(
-    batch: Any, paths: list[Path], source: Source, first: int, message: str
-) -> Iterator[RawDocument | Tokens]:
-    """The rows of a record batch in which one cannot be read. message: the fault if it has one row."""
-    if batch.num_rows == 1:
-        source.fault("broken record", message)
-        return
-    for number in range(batch.num_rows):
-        yield from _rows(batch.slice(number, 1), paths, source, first + number)
-
-
-def _batch_bytes(batch: Any, limit: int, path: str) -> int:
-    """Bytes that the rows of a record batch become, at least: in Arrow a few bytes may claim any number
-    of them. A null in a list may take none, and values of dictionaries and views may be used by many
-    rows. Counts no further than beyond `limit`. Raises ConvertError for types whose rows cannot be
-    counted.
-    """
+def _documents(
+    rows: Any, paths: list[Path], source: Source, first: int
+) -> list[RawDocument] | list[Tokens]:
+    """The documents of some rows. Raises what is wrong with one of them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    size = 0
-    columns = list(batch.columns)
-    for column in columns:
-        kind = column.type
-        is_shared = pa.types.is_dictionary(kind) or _is_text_view(kind) or _is_list_view(kind)
-        size += 0 if is_shared else column.nbytes
-    while columns and size <= limit:
-        column = columns.pop()
-        kind = column.type
-        if isinstance(column, pa.ExtensionArray):
-            columns.append(column.storage)
-        elif pa.types.is_struct(kind):
-            columns += column.flatten()
-        elif pa.types.is_map(kind):
-            if len(column):
-                first, stop = column.offsets[0].as_py(), column.offsets[-1].as_py()
-                columns.append(column.items.slice(first, stop - first))
-        elif pa.types.is_dictionary(kind) and not pa.types.is_nested(kind.value_type):
-            used = column.indices.drop_null().to_numpy()
-            size += column.indices.nbytes + int(_value_bytes(column.dictionary)[used].sum())
-        elif _is_text_view(kind):
-            size += int(_value_bytes(column).sum())
-        elif isinstance(column, pa.lib.BaseListArray):
-            count = pc.sum(pc.list_value_length(column)).as_py() or 0
-            size += count
-            if _is_list_view(kind) and count > len(column.values):
-                raise ConvertError(f"{path}: has {kind}s that share values; cast them to lists")
-            if size <= limit:
-                flat = column.flatten()
-                columns.append(flat)
-                size += flat.nbytes if _is_list_view(kind) else 0
-        elif (
-            pa.types.is_dictionary(kind)
-            or pa.types.is_union(kind)
-            or pa.types.is_run_end_encoded(kind)
-        ):
-            raise ConvertError(f"{path}: has a column of type {kind}, which is not read; cast it")
-    return size
-
-
-def _is_text_view(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
-
-
-def _is_list_view(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
-
-
-def _value_bytes(values: Any) -> NDArray[np.int64]:
-    """Bytes of each value of an array that is not nested, int64 [values]."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if _is_text_view(values.type):  # Arrow counts none of these; each begins with its length
-        views = np.frombuffer(values.buffers()[1], "<i4").reshape(-1, VIEW_WORDS)
-        lengths = views[values.offset : values.offset + len(values), 0].astype(np.int64)
-        lengths *= np.asarray(values.is_valid())  # that of a null may be anything
-        return lengths
     try:
-        lengths = np.asarray(pc.binary_length(values).fill_null(0)).astype(np.int64)
-    except pa.ArrowNotImplementedError:  # of numbers
-        lengths = np.full(len(values), max(1, values.type.bit_width // 8), np.int64)
-    return lengths
+        rows.validate(full=True)  # pyarrow follows wrong offsets to other memory
+    except pa.ArrowInvalid as error:
+        if rows.num_rows > 1 or "UTF8" not in str(error):
+            raise
+    options = source.options
+    if len(paths) == 1:
+        name, *inner = paths[0]
+        column = rows.column(rows.schema.get_field_index(name))
+        if inner:
+            column = pc.struct_field(column, inner)
+        if _is_token_list(column.type):
+            tokens = token_lists(column, rows.nbytes, source.path, first)
+            if options.provenance:
+                tokens = tokens.with_origins(source.path, LINE, first + 1)
+            return [tokens]
+    names = rows.schema.names
+    rows = pa.RecordBatch.from_arrays([_own_values(column) for column in rows.columns], names)
+    size = rows.nbytes
+    if size > options.max_record_bytes and rows.num_rows > 1:
+        raise OverflowError("one of the rows may be too large")
+    # A row that is too large is left out by its size.
+    records: list[Any] = rows.to_pylist() if size <= options.max_record_bytes else [{}]
+    return [
+        RawDocument(
+            data=b"",
+            path=source.path,
+            line=line,
+            is_record=True,
+            fields=fields,
+            size=size // rows.num_rows,
+        )
+        for line, fields in enumerate(records, first + 1)
+    ]
+
+
+def _own_values(column: Any) -> Any:
+    """A column whose rows share no bytes, so that these can be counted."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        values = _own_values(column.dictionary)
+        return pa.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    if pa.types.is_string_view(column.type):
+        return column.cast(pa.large_string(), safe=False)
+    if pa.types.is_binary_view(column.type):
+        return column.cast(pa.large_binary())
+    return column
 
 
 def token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
