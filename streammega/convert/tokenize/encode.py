@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -84,21 +84,55 @@ class BatchEncoder:
         Empty documents are counted and left out. Raises ConvertError that names file and line.
         """
         source_bytes = sum(len(document.data) or document.size for document in documents)
-        if self.options.provenance:
-            documents = [_with_fields(document) for document in documents]
-        read = self.parts if self._chat is None else self._rendered
-        contents, numbers = self._read(documents, read, skipped)
+        contents = self._read(documents, skipped)
+        parts = [content for _, content in contents]
         if self._chat is not None:
-            contents = [self._parts_of_chat(*encoded) for encoded in self._chat.encode(contents)]
-        encoded_documents = self._encode(contents)
-        kept = [row for row, sequences in enumerate(encoded_documents) if sequences]
-        for _ in range(len(contents) - len(kept)):
+            parts = [self._parts_of_chat(*encoded) for encoded in self._chat.encode(parts)]
+        encoded_documents = self._encode(parts)
+        for _ in range(encoded_documents.count([])):
             skipped.leave_out("empty")
-        tokens = self._pack([encoded_documents[row] for row in kept], source_bytes, skipped)
+        tokens = self._pack(list(filter(None, encoded_documents)), source_bytes, skipped)
         if not self.options.provenance:
             return tokens
-        origins = collect_origins(origin_of(documents[numbers[row]], self.options) for row in kept)
+        origins = collect_origins(
+            origin_of(document, self.options)
+            for (document, _), sequences in zip(contents, encoded_documents, strict=True)
+            if sequences
+        )
         return replace(tokens, origins=origins)
+
+    def _read(
+        self, documents: Sequence[RawDocument], skipped: Skipped
+    ) -> list[tuple[RawDocument, Any]]:
+        """Documents, each with its parts or, by a chat template, its text; without those that are
+        empty or skipped.
+        """
+        contents: list[tuple[RawDocument, Any]] = []
+        for document in documents:
+            try:
+                if self.options.provenance and document.is_record:
+                    # parsed once, for its texts and its id
+                    document = replace(document, fields=_record(document))
+                content = self._content(document)
+            except (ConvertError, FormatError) as error:
+                # A skipped one keeps its byte (`path@byte`): to count the lines before it would read
+                # the file again for each.
+                if self.options.on_error == "stop":
+                    raise ConvertError(self._message_with_line(document, error)) from None
+                skipped.add("broken record", str(error))
+                continue
+            if content:
+                contents.append((document, content))
+            else:
+                skipped.leave_out("empty")
+        return contents
+
+    def _message_with_line(self, document: RawDocument, error: Exception) -> str:
+        try:
+            self._content(with_line(document, self._storage))
+        except (ConvertError, FormatError) as named:
+            return str(named)
+        return str(error)
 
     def _encode(self, documents: list[list[Part]]) -> list[list[EncodedPart]]:
         """The ids of all parts, without documents' parts that have no token, as Megatron does.
@@ -123,38 +157,6 @@ class BatchEncoder:
                 sequences[-1] = (ids, mode, True)
             encoded.append(sequences)
         return encoded
-
-    def _read(
-        self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
-    ) -> tuple[list[Any], list[int]]:
-        """(what `read` makes of documents, their numbers), without those that are empty or skipped."""
-        contents = []
-        numbers = []
-        for number, document in enumerate(documents):
-            try:
-                content = read(document)
-            except (ConvertError, FormatError) as error:
-                # A skipped one keeps its byte (`path@byte`): to count the lines before it would read
-                # the file again for each.
-                if self.options.on_error == "stop":
-                    raise ConvertError(self._message_with_line(document, read, error)) from None
-                skipped.add("broken record", str(error))
-                continue
-            if content:
-                contents.append(content)
-                numbers.append(number)
-            else:
-                skipped.leave_out("empty")
-        return contents, numbers
-
-    def _message_with_line(
-        self, document: RawDocument, read: Callable[[RawDocument], Any], error: Exception
-    ) -> str:
-        try:
-            read(with_line(document, self._storage))
-        except (ConvertError, FormatError) as named:
-            return str(named)
-        return str(error)
 
     def _pack(
         self, documents: list[list[EncodedPart]], source_bytes: int, skipped: Skipped
@@ -183,10 +185,12 @@ class BatchEncoder:
             source_bytes=source_bytes,
         )
 
-    def _rendered(self, document: RawDocument) -> Rendered | None:
-        """A conversation by its template; None: it has no messages."""
+    def _content(self, document: RawDocument) -> list[Part] | Rendered | None:
+        """The parts of a document or, by a chat template, its text; nothing for an empty one."""
+        if self._chat is None:
+            return self.parts(document)
         record = _record(document)
-        if self._chat is None or not turns_of(record, document.where):
+        if not turns_of(record, document.where):
             return None
         return self._chat.render(record, document.where)
 
@@ -240,18 +244,6 @@ class BatchEncoder:
         if len(text) < LONG:
             return text
         return encode_long(self.tokenizer, text, where).astype(self.dtype)
-
-
-def _with_fields(document: RawDocument) -> RawDocument:
-    """A record, parsed once for its texts and its id; a broken one as it was: its reader says what
-    is wrong.
-    """
-    if not document.is_record or document.fields is not None:
-        return document
-    try:
-        return replace(document, fields=_record(document))
-    except (ConvertError, FormatError):
-        return document
 
 
 def _record(document: RawDocument) -> Any:

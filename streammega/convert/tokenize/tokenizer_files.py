@@ -15,15 +15,6 @@ from streammega.config.validate import parse_json
 from streammega.errors import ConvertError, ObjectNotFoundError
 
 GPT2_END = "<|endoftext|>"
-TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 CONFIG = "tokenizer_config.json"
 TOKEN_MAP = "special_tokens_map.json"
 
@@ -181,16 +172,13 @@ def read_settings(tokenizer: str | None) -> dict[str, Any]:
 
 
 def special_token_names(settings: dict[str, Any]) -> dict[str, str]:
-    """How settings spell `bos_token`, `eos_token` and the like."""
-    spellings = {name: _spelling(settings.get(name)) for name in TOKEN_NAMES}
-    return {name: token for name, token in spellings.items() if token is not None}
-
-
-def _spelling(token: Any) -> str | None:
-    """The content of a special token, which is text, or a mapping that holds it."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    """How settings spell `bos_token`, `eos_token` and the like: as text, or a mapping that holds it."""
+    tokens: dict[str, str] = {}
+    for name, token in settings.items():
+        spelling = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(spelling, str):
+            tokens[name] = spelling
+    return tokens
 
 
 def _read_json(tokenizer: str | None, name: str) -> dict[str, Any]:
