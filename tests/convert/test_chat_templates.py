@@ -463,7 +463,7 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
     name = str(tmp_path / tokenizer) if is_file else tokenizer
     answer = "{% generation %}{{ m.content + '<|endoftext|>' }}{% endgeneration %}"
     source = "{% for m in messages %}{{ m.role }}:" + answer + "{% endfor %}"
-    encoder = ChatEncoder(name, source, pattern="gpt2" if is_file else None)
+    encoder = ChatEncoder(f"{name},gpt2" if is_file else name, source)
     ids, answers = encoder.conversation(
         {"messages": [{"role": "assistant", "content": "hello é<|endoftext|>"}]}, "a:1"
     )

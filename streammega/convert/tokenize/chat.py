@@ -78,13 +78,11 @@ class ChatEncoder:
     """Conversations to token ids, with what is to be learned of them, by a chat template.
 
     Args:
-        tokenizer: a tokenizer.json, a name on the hub, a .tiktoken file, tiktoken:NAME, or `bytes`;
-            or one that is loaded.
+        tokenizer: as `load_tokenizer` takes it, by name or loaded; not of SentencePiece.
         template: `tokenizer` (its own; `tokenizer:NAME` for one of several), `chatml`, `llama3`, or
             a file.
         special_tokens_in_text: what a special token that a message spells becomes: `text`, or
             `parse`, its id.
-        pattern: how a file of byte pairs cuts text.
 
     Raises ConvertError, ObjectNotFoundError, ConfigError.
     """
@@ -95,7 +93,6 @@ class ChatEncoder:
         template: str | ChatTemplate = "tokenizer",
         *,
         special_tokens_in_text: str = "text",
-        pattern: str | None = None,
     ) -> None:
         if special_tokens_in_text not in ("parse", "text"):
             raise ConfigError(
@@ -106,7 +103,7 @@ class ChatEncoder:
         if isinstance(template, str):
             template = find_template(template, name)
         if isinstance(tokenizer, str):
-            tokenizer = load_tokenizer(tokenizer, pattern=pattern)
+            tokenizer = load_tokenizer(tokenizer)
         self.template = template
         self._tokenizer = tokenizer.parsing_special_tokens()
         special_tokens = self._tokenizer.special_tokens

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -455,24 +456,12 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _as_json
+    # jinja's own filter would spell <, > and & for web pages
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     # what they write is another text each time
     del environment.filters["random"], environment.globals["lipsum"]
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _refuse_date}
     return environment
-
-
-def _as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja's own filter would spell <, > and & for web pages."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _refuse(message: str) -> None:
