@@ -347,6 +347,13 @@ def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> No
         load_tokenizer(str(tmp_path / name))
 
 
+def test_byte_pairs_of_one_number_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """A panic within the library."""
+    (tmp_path / "x.tiktoken").write_text("YQ== 0\nYg== 0\n")
+    with pytest.raises(ConvertError, match=r"x\.tiktoken: cannot be loaded \(RuntimeError: panic"):
+        load_tokenizer(str(tmp_path / "x.tiktoken"), pattern="gpt2")
+
+
 def test_a_panic_of_the_tokenizers_library_is_an_error_that_names_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -568,13 +568,14 @@ def _load_tiktoken(name: str, pattern: str | None) -> Any:
     Raises ObjectNotFoundError, ConvertError.
     """
     tiktoken = import_extra("tiktoken", "convert", f"{name}: needs tiktoken")
-    encoding = name.removeprefix("tiktoken:")
-    if encoding == name:
+    is_file = not name.startswith("tiktoken:")
+    if is_file:
         _check_is_file(name)
     try:
-        if encoding != name:
-            return tiktoken.get_encoding(encoding)
-        return load_tiktoken_file(name, pattern)
+        with panics_as_errors():
+            if is_file:
+                return load_tiktoken_file(name, pattern)
+            return tiktoken.get_encoding(name.removeprefix("tiktoken:"))
     except ConvertError:
         raise
     except Exception as error:  # downloads, files and names fail in their own ways
