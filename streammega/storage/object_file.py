@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from streammega.storage.store import Buffer, ObjectInfo, Store
+from streammega.storage.store import ObjectInfo, Store
 from streammega.storage.thread_pool import Batch, Pool
 
 MIN_READ_BYTES = 256 << 10
@@ -39,16 +40,12 @@ class _Part(NamedTuple):
     stop: int
     request: Batch
 
-    def drop(self) -> None:
-        """Cancel it: what has not been sent is not sent, and no pause is waited for."""
-        self.request.stop.set()
-
 
 class ObjectReader(io.RawIOBase):
     """An object as an unbuffered file. Not for several threads at once.
 
-    Sequential reads request the next parts of the object, several at a time. How far they read ahead
-    grows with what was read, so that reading a header requests little else. A jump drops what was
+    Sequential reads request the next parts of the object. With each part that is used up these
+    become larger and one more, so that reading a header requests little else. A jump drops what was
     read ahead.
 
     Raises ObjectChangedError if the object was replaced after it was opened, and other errors as
@@ -60,10 +57,10 @@ class ObjectReader(io.RawIOBase):
         self._store = store
         self._info = info
         self._position = 0
-        self._read_from = 0
-        """Where reading began, at first or after the last jump."""
         self._read_to = 0
         """Where the last read ended."""
+        self._used = 0
+        """Parts that were used up since the last jump."""
         self.expected_end = info.size
         """Nothing after this byte is read ahead."""
         self._parts: deque[_Part] = deque()
@@ -91,12 +88,10 @@ class ObjectReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a byte; nothing is requested yet. Raises ValueError for one before the first."""
         self._check_open()
-        if whence == io.SEEK_CUR:
-            offset += self._position
-        elif whence == io.SEEK_END:
-            offset += self.size
-        elif whence != io.SEEK_SET:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}
+        if whence not in starts:
             raise ValueError(f"{self._url()}: cannot seek with whence {whence}; it is 0, 1 or 2")
+        offset += starts[whence]
         if offset < 0:
             raise ValueError(f"{self._url()}: cannot seek to byte {offset}")
         self._position = offset
@@ -109,17 +104,12 @@ class ObjectReader(io.RawIOBase):
         wanted = min(len(view), self.size - self._position)
         if wanted <= 0:
             return 0
-        jumped_over = self._position - self._read_to
-        # A short jump ahead counts as reading on, as over an unwanted column of Parquet.
-        if not 0 <= jumped_over <= MIN_READ_BYTES:
-            self._read_from = self._position
-        self._drop_before(self._position)
         self._request(self._position + wanted)
         part = self._parts[0]
         try:
-            body = part.request.wait()[0]
+            ((body,),) = part.request.wait()
         except BaseException:  # also Ctrl-C: a cancelled part never arrives
-            self._drop_all()
+            self._drop_parts(len(self._parts))
             raise
         offset = self._position - part.start
         count = min(wanted, part.stop - self._position)
@@ -138,48 +128,35 @@ class ObjectReader(io.RawIOBase):
 
     def close(self) -> None:
         """Let go of what was read ahead, and of requests that have not been sent."""
-        self._drop_all()
+        self._drop_parts(len(self._parts))
         super().close()
 
-    def _drop_before(self, position: int) -> None:
-        """Forget parts that were used up; all of them, if none holds the position or comes next."""
-        while self._parts and self._parts[0].stop <= position:
-            self._parts.popleft().drop()
-        if self._parts and position < self._parts[0].start:
-            self._drop_all()
-
     def _request(self, until: int) -> None:
-        """Send for parts from the position on: those up to `until`, and what is to be read ahead.
-
-        No more is read ahead than was read since the last jump.
-        """
-        # `readall` asks for gigabytes, which are requested as there is room for them.
-        farthest = self._position + MAX_READ_AHEAD_BYTES
-        until = min(until, farthest)
-        read_so_far = self._position - self._read_from
-        goal = min(until + read_so_far, farthest)
+        """Send for parts from the position on: those up to `until`, and what is to be read ahead."""
+        position = self._position
+        self._used += self._drop_parts(sum(part.stop <= position for part in self._parts))
+        # a short jump ahead counts as reading on, as over an unwanted column of Parquet
+        if not 0 <= position - self._read_to <= MIN_READ_BYTES:
+            self._used = 0
+        if self._parts and position < self._parts[0].start:
+            self._drop_parts(len(self._parts))
+        # `readall` asks for gigabytes, which are requested as there is room for them
+        until = min(until, position + MAX_READ_AHEAD_BYTES)
         end = min(max(until, self.expected_end), self.size)
-        part_bytes = min(max(MIN_READ_BYTES, read_so_far // IN_FLIGHT), MAX_READ_BYTES)
-        start = self._parts[-1].stop if self._parts else self._position
-        # Only whole parts are read ahead: otherwise each read would send a small request.
-        while start < end and (start < until or min(start + part_bytes, end) <= goal):
-            length = max(part_bytes, min(until - start, MAX_READ_BYTES))
-            stop = min(start + length, end)
-            self._parts.append(self._begin(start, stop))
+        start = self._parts[-1].stop if self._parts else position
+        part_bytes = min(MIN_READ_BYTES << min(self._used, IN_FLIGHT), MAX_READ_BYTES)
+        # only whole parts are read ahead: otherwise each read would send a small request
+        while start < end and (start < until or len(self._parts) <= min(self._used, IN_FLIGHT)):
+            stop = min(start + max(part_bytes, min(until - start, MAX_READ_BYTES)), end)
+            read = partial(self._store.read, self._info.key, etag=self._info.etag)
+            self._parts.append(_Part(start, stop, self._pool.begin(read, [[(start, stop)]])))
             start = stop
 
-    def _begin(self, start: int, stop: int) -> _Part:
-        store = self._store
-        info = self._info
-
-        def read(_: None) -> Buffer:
-            return store.read(info.key, [(start, stop)], info.etag)[0]
-
-        return _Part(start, stop, self._pool.begin(read, [None]))
-
-    def _drop_all(self) -> None:
-        while self._parts:
-            self._parts.popleft().drop()
+    def _drop_parts(self, count: int) -> int:
+        """Forget the first parts. What has not been sent is not sent, and no pause is waited for."""
+        for _ in range(count):
+            self._parts.popleft().request.stop.set()
+        return count
 
     def _check_open(self) -> None:
         if self.closed:
