@@ -187,13 +187,15 @@ class Bucket(Place):
         self._listed: dict[str, ObjectInfo] = {}
         self._listed_keys: list[str] = []
         self._listed_below: str | None = None
-        """The prefix of the latest listing of all objects below a folder."""
+        """The prefix of the keys in `_listed_keys`, which are all that it has."""
 
     def file(self, path: str) -> Entry | None:
         key = self._key(path)
         info = self._listed.get(key)
+        # listings of some stores have no ETags
+        is_known = self._is_listed(key) if info is None else bool(info.etag)
         try:
-            if key and (info is None or not info.etag):  # listings of some stores have no ETags
+            if key and not is_known:
                 info = self._store.info(key)
         except (ObjectNotFoundError, AccessDeniedError):
             # some policies deny access to what does not exist
@@ -202,7 +204,7 @@ class Bucket(Place):
 
     def is_folder(self, path: str) -> bool:
         prefix = f"{self._key(path)}/"
-        if self._listed_below is None or not prefix.startswith(self._listed_below):
+        if not self._is_listed(prefix):
             return bool(self._store.list(prefix))
         first = bisect_left(self._listed_keys, prefix)
         return first < len(self._listed_keys) and self._listed_keys[first].startswith(prefix)
@@ -211,10 +213,11 @@ class Bucket(Place):
         key = self._key(folder)
         prefix = f"{key}/" if key else ""
         infos = self._store.list(prefix, is_deep)
-        self._listed = {info.key.lstrip("/"): info for info in infos}
+        listed = {info.key.lstrip("/"): info for info in infos}
+        self._listed |= listed
         if is_deep:
             self._listed_below = prefix
-            self._listed_keys = sorted(self._listed)
+            self._listed_keys = sorted(listed)
         for info in infos:
             if info.key != prefix:
                 yield self._entry(info)
@@ -232,8 +235,12 @@ class Bucket(Place):
         if etag.startswith(SIZED):
             self.open(path, etag).close()
 
+    def _is_listed(self, key: str) -> bool:
+        """Whether the latest listing of all objects below a folder tells what is there."""
+        return self._listed_below is not None and key.startswith(self._listed_below)
+
     def _key(self, path: str) -> str:
-        return path.removeprefix(self._above.removesuffix("/")).strip("/")
+        return path[len(self._above) :].strip("/") if path.startswith(self._above) else ""
 
     def _entry(self, info: ObjectInfo) -> Entry:
         path = self._above + info.key.lstrip("/")

@@ -315,7 +315,12 @@ def test_an_input_is_looked_up_once() -> None:
     store = Counted(FsspecStore("memory", "", StorageConfig()))
     store.put("once/a.jsonl", b"{}")
     register_scheme("counted", lambda: store)
-    entry = open_place("counted://once/a.jsonl", StorageConfig()).file("counted://once/a.jsonl")
+    files = open_place("counted://once", StorageConfig())
+    entry = files.file("counted://once/a.jsonl")
     assert entry is not None
     assert (entry.size, entry.kind) == (2, "file")
+    assert store.looked_up == ["once/a.jsonl"]
+    # what a listing of all lacks is not there
+    assert [entry.path for entry in files.entries("counted://once", is_deep=True)] == [entry.path]
+    assert files.file("counted://once/b.jsonl") is None
     assert store.looked_up == ["once/a.jsonl"]

@@ -226,6 +226,8 @@ def test_files_of_a_bucket_are_listed_by_the_store(place: Place) -> None:
         entries = list(files.entries("s3://data", is_deep=is_deep))
         assert [entry.path for entry in entries] == [f"s3://data/{name}" for name in listed]
         assert all(files.file(entry.path) == entry for entry in entries)
+    assert list(files.entries("s3://data/deep", is_deep=False))
+    assert files.file("s3://data/a.bin") == entries[0]
     assert files.file("s3://data/deep") is None
     assert files.read("s3://data/deep/b.bin") == b"abc"
 

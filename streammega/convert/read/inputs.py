@@ -12,7 +12,7 @@ import heapq
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -120,13 +120,6 @@ class SkippedFiles:
             self.counts[reason] = self.counts.get(reason, 0) + len(paths)
             names = self.names.setdefault(reason, [])
             names += paths[: MAX_NAMES - len(names)]
-
-    def merge(self, other: SkippedFiles) -> None:
-        """Count what another has."""
-        self.matched_patterns |= other.matched_patterns
-        for reason, count in other.counts.items():
-            self.add(reason, *other.names[reason])
-            self.counts[reason] += count - len(other.names[reason])
 
     def as_lines(self, *, without: Sequence[str] = ()) -> list[str]:
         """Each reason with its count and first names, such as "hidden: 2 ('.a', '.b')"."""
@@ -262,7 +255,7 @@ class _Search:
         for ending in ("",) if place.query else ("", ".idx", MANIFEST):
             entry = None if name.endswith("/") else place.file(place.root + ending)
             if entry is not None:
-                files = _Group({entry.path: entry}, place, self.options, self.skipped).inputs()
+                files = _Group({entry.path: entry}, place, self).inputs()
                 if not isinstance(place, Driver):  # which may send a request for each folder above
                     self._refuse_tables(files, place)
                 return files
@@ -277,20 +270,58 @@ class _Search:
         entries = sorted(_walk(place, root, pattern or ["**"]), key=lambda entry: entry.path)
         if not entries and (pattern or is_remote(name)):
             raise _not_found(name)
-        left_out = SkippedFiles()
-        chosen = _choose(entries, root, pattern, self.options, left_out, self.own_output)
         paths = frozenset(entry.path for entry in entries)
-        group = _Group(chosen, place, self.options, left_out, root, paths, is_whole=not pattern)
-        files = group.inputs()
+        chosen = self._choose(entries, paths, root, pattern)
+        files = _Group(chosen, place, self, root, paths, is_whole=not pattern).inputs()
         self._refuse_tables(files, place, root if isinstance(place, Driver) else "")
         # among files of other formats, a dataset was perhaps made of them
         if any(item.format != "megatron" for item in files):
-            files = _drop(files, [item for item in files if item.manifest], DATASETS, left_out)
-        self.skipped.merge(left_out)
+            datasets = [item for item in files if item.manifest]
+            files = _drop(files, datasets, DATASETS, self.skipped)
         if not files:
-            reasons = "; ".join(left_out.as_lines())
+            reasons = "; ".join(self.skipped.as_lines())
             reasons = f" that can be read; left out: {reasons}" if reasons else ""
             raise ConvertError(f"{split_query(name)[0]}: holds no files{reasons}")
+        return files
+
+    def _choose(
+        self, entries: Sequence[Entry], paths: Set[str], root: str, pattern: Sequence[str]
+    ) -> dict[str, Entry]:
+        """The files that are read, by their paths, out of the entries below a folder or of a glob.
+
+        Raises ConvertError for what cannot be listed, unless `on_error` is "skip".
+        """
+        files = {}
+        hidden_paths: set[str] = set()
+        options = self.options
+        for entry in entries:
+            path = entry.path
+            below = _below(path, root)
+            parts = below.split("/")
+            is_file = entry.kind not in FOLDERS
+            included = _matching(options.include, below, path) if is_file else []
+            excluded = _excluding(options.exclude, below if is_file else f"{below}/", path)
+            self.skipped.matched_patterns.update(included, excluded)
+            hidden = 0 if _hidden_part(pattern) else _hidden_part(parts)
+            reason = entry.kind
+            if self.own_output is not None and _is_own(path, paths, self.own_output):
+                reason = OWN_OUTPUT
+            elif excluded:
+                reason = EXCLUDED
+            elif hidden:
+                reason = HIDDEN
+                path = path.removesuffix(below) + "/".join(parts[:hidden])
+                if path in hidden_paths:  # of all that is in a hidden folder, once
+                    continue
+                hidden_paths.add(path)
+            elif options.include and not included and is_file:
+                reason = NOT_INCLUDED
+            elif entry.fault and options.on_error == "stop":
+                raise ConvertError(entry.fault)
+            if reason == FILE:
+                files[path] = entry
+            else:
+                self.skipped.add(reason, path)
         return files
 
     def _refuse_tables(self, files: Sequence[Input], place: Place, top: str = "") -> None:
@@ -449,52 +480,6 @@ def _hidden_part(parts: Sequence[str]) -> int:
 # --- which of them are read -----------------------------------------------------------------------
 
 
-def _choose(
-    entries: Sequence[Entry],
-    root: str,
-    pattern: Sequence[str],
-    options: ConvertOptions,
-    skipped: SkippedFiles,
-    own_output: OwnOutput | None,
-) -> dict[str, Entry]:
-    """The files that are read, out of the entries below a folder or of a glob, by their paths.
-
-    Raises ConvertError for what cannot be listed, unless `on_error` is "skip".
-    """
-    files = {}
-    paths = {entry.path for entry in entries}
-    hidden_paths: set[str] = set()
-    for entry in entries:
-        path = entry.path
-        below = _below(path, root)
-        parts = below.split("/")
-        is_file = entry.kind not in FOLDERS
-        included = _matching(options.include, below, path) if is_file else []
-        excluded = _excluding(options.exclude, below if is_file else f"{below}/", path)
-        skipped.matched_patterns.update(included, excluded)
-        hidden = 0 if _hidden_part(pattern) else _hidden_part(parts)
-        reason = entry.kind
-        if own_output is not None and _is_own(path, paths, own_output):
-            reason = OWN_OUTPUT
-        elif excluded:
-            reason = EXCLUDED
-        elif hidden:
-            reason = HIDDEN
-            path = path.removesuffix(below) + "/".join(parts[:hidden])
-            if path in hidden_paths:  # of all that is in a hidden folder, once
-                continue
-            hidden_paths.add(path)
-        elif options.include and not included and is_file:
-            reason = NOT_INCLUDED
-        elif entry.fault and options.on_error == "stop":
-            raise ConvertError(entry.fault)
-        if reason == FILE:
-            files[path] = entry
-        else:
-            skipped.add(reason, path)
-    return files
-
-
 def _matching(patterns: Sequence[str], below: str, path: str) -> list[str]:
     """The patterns of the options that match a name: one with a slash its path, within the folder
     that is searched or as a whole, one without its last part.
@@ -517,7 +502,7 @@ def _excluding(patterns: Sequence[str], below: str, path: str) -> list[str]:
     return [one for end in ends for one in _matching(patterns, below[:end], above + below[:end])]
 
 
-def _is_own(path: str, paths: set[str], own_output: OwnOutput) -> bool:
+def _is_own(path: str, paths: Set[str], own_output: OwnOutput) -> bool:
     """Whether a file is of the output or of the work folder. paths: all that are there."""
     work_dir = own_output.work_dir.rstrip("/")
     may_be_in_it = f"/{work_dir.rpartition('/')[2]}/" in path
@@ -629,8 +614,7 @@ class _Group:
 
     entries: dict[str, Entry]
     place: Place
-    options: ConvertOptions
-    skipped: SkippedFiles
+    search: _Search
     root: str = ""
     paths: frozenset[str] | None = None
     is_whole: bool = False
@@ -653,7 +637,7 @@ class _Group:
             else:
                 self._leave_out(UNKNOWN, path)
         if self.paths is not None:
-            self.skipped.add("manifests without their shards", *sorted(manifests))
+            self.search.skipped.add("manifests without their shards", *sorted(manifests))
         return sorted(inputs, key=lambda item: item.path)
 
     def _format_of(self, path: str) -> str:
@@ -669,9 +653,11 @@ class _Group:
             )
         if not file_format:
             ending = os.path.splitext(name)[1] or name
-            spelled = [pattern for pattern in self.options.include if pattern.endswith(ending)]
+            spelled = [
+                pattern for pattern in self.search.options.include if pattern.endswith(ending)
+            ]
             matching = _matching(spelled, _below(path, self.root), path)
-            self.skipped.matched_patterns.update(matching)
+            self.search.skipped.matched_patterns.update(matching)
             file_format = "text" if matching else ""
         return file_format
 
@@ -688,7 +674,7 @@ class _Group:
                     f"line) for instance, or take such files as texts by --include {pattern!r}"
                 )
             raise ConvertError(f"{paths[0]!r}: is {reason}; {remedy}")
-        self.skipped.add(reason, *paths)
+        self.search.skipped.add(reason, *paths)
 
     def _input(self, entry: Entry, file_format: str, path: str = "") -> Input:
         entry = self._looked_up(entry)
