@@ -24,9 +24,8 @@ from streammega.config import StorageConfig
 from streammega.config.validate import Flag, Ge, check_fields
 from streammega.convert.options import (
     DOCUMENTS,
-    INPUTS,
     OUTPUT,
-    TEXT,
+    RARE,
     WORK,
     ConvertOptions,
     ExecutionConfig,
@@ -38,9 +37,8 @@ from streammega.errors.words import pluralize
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        help="Text, .jsonl, .json, .csv, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files "
-        "([.gz|.bz2|.zst]); folders, also of MDS or litdata shards; .bin/.idx prefixes and "
-        "manifests; globs, URLs, @lists of files; - for stdin."
+        help="Text, .jsonl, .json, .csv, .parquet, .arrow, .tar, .npy, llm.c's .bin; also .gz, .bz2, "
+        ".zst; folders, also of MDS or litdata; .bin/.idx prefixes, manifests; globs, URLs, @lists, -."
     ),
 ]
 
@@ -49,11 +47,11 @@ Inputs = Annotated[
 class CommandOptions:
     """What the command line has besides the settings of a conversion."""
 
-    input_storage: Annotated[tuple[str, ...], Flag(INPUTS, metavar="KEY=VALUE")] = ()
-    """A storage option of the inputs alone, where --storage is the output's; repeat for more."""
-    input_storage_file: Annotated[str | None, Flag(INPUTS, metavar="FILE")] = None
-    """A TOML file with settings of StorageConfig for the inputs, as --storage-file."""
-    merges: Annotated[str | None, Flag(TEXT)] = None
+    input_storage: Annotated[tuple[str, ...], Flag(RARE, metavar="KEY=VALUE")] = ()
+    """As --storage, of the inputs alone; repeat for more."""
+    input_storage_file: Annotated[str | None, Flag(RARE, metavar="FILE")] = None
+    """As --storage-file, of the inputs alone."""
+    merges: Annotated[str | None, Flag(RARE, metavar="FILE")] = None
     """The merges.txt of a --tokenizer that is GPT-2's vocab.json."""
     shuffle: Annotated[bool, Flag(DOCUMENTS)] = False
     """Shuffle all documents."""
@@ -61,10 +59,8 @@ class CommandOptions:
     """The seed of --shuffle; 0 by default."""
     overwrite: Annotated[bool, Flag(OUTPUT)] = False
     """Replace an existing dataset."""
-    task: Annotated[str | None, Flag(WORK, metavar="i/N")] = None
-    """Run only task i of N (i starts at 0) in the shared folder --work-dir; merge: make the dataset
-    when all tasks have ended.
-    """
+    task: Annotated[str | None, Flag(WORK, metavar="i/N|merge")] = None
+    """Run only task i of N, from 0, in a shared --work-dir; then merge."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,7 +68,7 @@ class CommandOptions:
             raise ConfigError("seed (--seed) is for --shuffle; give that too")
 
 
-@with_flags(ConvertOptions, ExecutionConfig, CommandOptions)
+@with_flags(CommandOptions, ConvertOptions, ExecutionConfig)
 def convert(
     context: typer.Context,
     inputs: Inputs,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import streammega
 from streammega.apps.bench import bench
@@ -32,6 +32,7 @@ from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
 from streammega.cli.runs import manifest, prepare, train, warmup
 from streammega.cli.trace import trace
+from streammega.convert.options import DOCUMENTS, INPUTS, OUTPUT, RARE, TEXT, WORK
 from streammega.errors import StreammegaError
 from streammega.errors.logs import log_to_stderr, set_log_level
 from streammega.errors.process import describe_defect, panics_as_errors, replace_unknown_letters
@@ -50,14 +51,73 @@ EXIT_CODES = (
     "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
 )
 
+SECTIONS = ("Arguments", INPUTS, TEXT, DOCUMENTS, OUTPUT, WORK, "Options", RARE)
+"""Sections of the help in the order in which people need them; others come after the arguments."""
+MAX_WIDTH = 100
+"""Columns of the help."""
+MAX_NAME = 36
+"""Columns of an option and its value; the description of a longer one begins in the next line."""
+
+
+def _write_sections(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) -> None:
+    """Write rows, (section, (name, description)) of each, by their sections."""
+    rank = {title: number for number, title in enumerate(SECTIONS)}
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for title, row in sorted(rows, key=lambda item: rank.get(item[0], 1)):
+        sections.setdefault(title, []).append(row)
+    for title, rows_of_section in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(rows_of_section, col_max=MAX_NAME)
+
+
+class CompactCommand(TyperCommand):
+    """A command whose help has a line for each option. It names the nearest option for an unknown
+    one: typer lists all that are near, by the alphabet.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options."""
+        rows = []
+        for param in self.get_params(ctx):
+            panel = getattr(param, "rich_help_panel", None)
+            title = panel or f"{param.param_type_name.capitalize()}s"
+            if record := param.get_help_record(ctx):
+                rows.append((title, record))
+        _write_sections(formatter, rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # typer offers no name for the class of this error
+            if nearest := getattr(error, "possibilities", None):
+                error.possibilities = nearest[:1]  # type: ignore[attr-defined]
+            raise
+
+
+class CompactGroup(TyperGroup):
+    """Commands, whose help lists them by their tasks."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the first paragraph of each command's help."""
+        rows = []
+        for name, command in self.commands.items():
+            paragraph = (command.help or "").partition("\n\n")[0]
+            rows.append((getattr(command, "rich_help_panel", "Commands"), (name, paragraph)))
+        _write_sections(formatter, rows)
+
+
 app = typer.Typer(
     name="streammega",
+    cls=CompactGroup,
+    rich_markup_mode=None,
     help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, "
     "train.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},
 )
 
 
@@ -82,22 +142,6 @@ class Command(NamedTuple):
     run: Callable[..., None] | typer.Typer
     task: str
     examples: tuple[str, ...]
-
-
-class NearestFirst(TyperCommand):
-    """A command that names the nearest option for an unknown one. typer lists all that are near, by
-    the alphabet.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            # typer offers no name for the class of this error
-            if nearest := getattr(error, "possibilities", None):
-                error.possibilities = nearest[:1]  # type: ignore[attr-defined]
-            raise
 
 
 MAKE = "Make datasets"
@@ -202,11 +246,11 @@ for name, command in COMMANDS.items():
     *group, word = name.split()
     (cache_app if group else app).command(
         name=word,
-        cls=NearestFirst,
+        cls=CompactCommand,
         no_args_is_help=command.run is not warmup,
         context_settings={"ignore_unknown_options": command.run is train},
         rich_help_panel=None if group else command.task,
-        epilog="\n\n".join(["Examples:", *command.examples]),
+        epilog="\n".join(["\b", "Examples:", *(f"  {line}" for line in command.examples)]),
     )(command.run)
 
 

@@ -22,15 +22,15 @@ StorageOption = Annotated[
     typer.Option(
         "--storage",
         metavar="KEY=VALUE",
-        help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true; repeat for more. "
-        "Secrets belong into --storage-file: everybody on this machine can read a command line.",
+        help="A storage option, anon=true for instance; repeat for more. Secrets belong into "
+        "--storage-file: everybody on this machine can read a command line.",
     ),
 ]
 StorageFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A TOML file with settings of StorageConfig; --storage KEY=VALUE counts over it.",
+        help="A TOML file of StorageConfig; --storage KEY=VALUE counts over it.",
     ),
 ]
 
@@ -160,8 +160,12 @@ def _flags(settings: type, only: Collection[str] | None) -> Iterator[inspect.Par
         if kind.flag is None or (only is not None and item.name not in only):
             continue
         choices = "|".join(map(str, kind.choices)) or None
+        name = flag_name(item.name, kind.flag)
+        # of a flag that is off by default, --no-FLAG would say nothing
+        words = f"{name}/--no-{name[2:]}" if item.default is True else name
         option = typer.Option(
-            *([kind.flag.name] if kind.flag.name else []),
+            words,
+            show_default=not isinstance(item.default, bool),
             help=re.split(r"(?<=\.) (?=[A-Z`])", docs[item.name])[0],
             rich_help_panel=kind.flag.group,
             metavar=kind.flag.metavar or choices,

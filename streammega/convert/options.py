@@ -26,6 +26,7 @@ TEXT = "How text becomes tokens"
 DOCUMENTS = "Which documents, in which order"
 OUTPUT = "What is written"
 WORK = "How the work is done"
+RARE = "Rarely needed"
 
 
 @refuse_unknown
@@ -33,9 +34,10 @@ WORK = "How the work is done"
 class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
 
-    text_keys: Annotated[tuple[str, ...], Flag(INPUTS, "--text-key")] = ("text",)
-    """Key or column of the text, also nested (meta.text); the first that is there of text,content;
-    repeat for more sequences; KEY:MODE gives its tokens a mode. Each is a sequence of the document.
+    text_keys: Annotated[tuple[str, ...], Flag(INPUTS, "--text-key", metavar="KEY")] = ("text",)
+    """Key or column of the text; repeat for more sequences. It may be nested (`meta.text`), and of
+    `text,content` the first that is there counts. KEY:MODE gives its tokens a mode. Each is a sequence
+    of the document.
     """
     include: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
     """Read only such files of folders and globs; repeat for more. A pattern is of names, or, with a
@@ -43,132 +45,132 @@ class ConvertOptions:
     `*.md`) takes such files as one text each. None: all files of known suffixes.
     """
     exclude: Annotated[tuple[str, ...], Flag(INPUTS, metavar="PATTERN")] = ()
-    """Leave such files and folders out of folders and globs; repeat for more."""
+    """Leave such files and folders out; repeat for more. It is for folders and globs."""
     hf_split: Annotated[str | None, Flag(INPUTS, metavar="NAME")] = None
-    """Read only files of this split, by their names (train, validation, test, ...); all: of every
-    split. Of several such names on a path the last counts. None: inputs of several splits are an
+    """Read only files of this split, by their names; or all. Splits are train, validation, test and
+    the like. Of several such names on a path the last counts. None: inputs of several splits are an
     error.
     """
     strict: Annotated[bool, Flag(INPUTS)] = False
     """End with an error if files are left out. It lists reasons and first names. What --include,
     --exclude and --hf-split leave out is no reason, nor is another name of a file that is read.
     """
-    tar_member: Annotated[str | None, Flag(INPUTS)] = None
-    """Which member is the document, where samples in a .tar have several, e.g. txt. A sample is the
-    members with one name up to its first dot, so `ocr.txt` is that of `00042.ocr.txt`. A pattern
-    takes all that match it. None: several are an error that lists them.
+    tar_member: Annotated[str | None, Flag(RARE, metavar="SUFFIX")] = None
+    """Which member of a sample in a .tar is the document: txt. A sample is the members with one name up
+    to its first dot, so `ocr.txt` is that of `00042.ocr.txt`. A pattern takes all that match it.
+    None: several are an error that lists them.
     """
-    chat: Annotated[bool, Flag(INPUTS)] = False
-    """Records hold messages; answers get mode 1, all else mode 0."""
-    chat_template: Annotated[str | None, Flag(INPUTS)] = None
-    """How messages are written: tokenizer (its template; tokenizer:NAME), chatml, llama3, or a file.
-    Answers of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the
-    end-of-document token.
-    """
-    eod_id: Annotated[int | None, Flag(INPUTS)] = None
+    eod_id: Annotated[int | None, Flag(RARE)] = None
     """The id that ends documents, where the inputs are tokens."""
-    input_dtype: Annotated[str | None, Flag(INPUTS)] = None
+    input_dtype: Annotated[str | None, Flag(RARE)] = None
     """The dtype of raw token arrays without a header; uint16 by default. Arrays that look like 32-bit
     ids are then an error. uint32 is stored as int32, where the ids fit.
     """
     on_error: Annotated[Literal["stop", "skip"], Flag(INPUTS)] = "stop"
-    """What a broken record does: stop the conversion, or skip it: it is reported. What follows it is
+    """Stop at a broken record, or skip it and report it. What follows it is
     left out where its end cannot be found: in JSON arrays, in CSV files with an open quote, and in
     damaged compression.
     """
     max_record_bytes: Annotated[
-        int, Flag(INPUTS, "--max-record-bytes", metavar="SIZE"), Ge(1), Lt(2**63)
+        int, Flag(RARE, "--max-record-bytes", metavar="SIZE"), Ge(1), Lt(2**63)
     ] = 1 << 30
-    """Largest record, or file that is one text; a larger one is treated as --on-error says. A record
+    """Largest record, or file that is one text. A larger one is treated as --on-error says. A record
     takes several times its bytes of memory.
     """
-    max_errors: Annotated[str | int | None, Flag(INPUTS, metavar="N|N%")] = None
-    """With --on-error skip: end with an error when more records than this are skipped. It is a number
-    of records (`100`), or a part of all (`1%`), which is compared at the end. All units and tasks
-    count together. The same command with a higher limit goes on.
+    max_errors: Annotated[str | int | None, Flag(RARE, metavar="N|N%")] = None
+    """End with an error when more records than this are skipped. It is for --on-error skip: a number of
+    records (`100`), or a part of all (`1%`), which is compared at the end. All units and tasks count
+    together. The same command with a higher limit goes on.
     """
-    tokenizer: Annotated[str | None, Flag(TEXT)] = None
+    tokenizer: Annotated[str | None, Flag(TEXT, metavar="NAME|FILE")] = None
     """What makes tokens of text: a tokenizer.json, a SentencePiece .model, a .tiktoken file,
     tiktoken:NAME, a name on the Hugging Face hub, or bytes. Also a folder with a tokenizer.json, or
     `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer). None: the inputs hold tokens.
     """
-    eod: Annotated[str | None, Flag(TEXT)] = None
-    """The end-of-document token; by default it is found by its usual names. The `eos_token` of a
+    eod: Annotated[str | None, Flag(TEXT, metavar="TOKEN")] = None
+    """The end-of-document token. None: it is found by its usual names. The `eos_token` of a
     tokenizer_config.json goes before these, unless it ends a turn (`<|im_end|>`, `<|eot_id|>`).
     """
     append_eod: Annotated[bool, Flag(TEXT)] = True
     """End every document with the end-of-document token."""
-    special_tokens_in_text: Annotated[Literal["parse", "text"] | None, Flag(TEXT)] = None
-    """How special tokens in a text are treated: parse encodes them as special tokens, text as
-    ordinary characters; by default as the tokenizer's library does. That is `parse` for Hugging Face
+    chat: Annotated[bool, Flag(TEXT)] = False
+    """Records hold messages; answers get mode 1, all else mode 0."""
+    chat_template: Annotated[str | None, Flag(TEXT, metavar="NAME|FILE")] = None
+    """How messages are written: tokenizer, chatml, llama3, a file. The tokenizer's own may be one of
+    several (`tokenizer:NAME`). Answers of the assistant get mode 1, all else 0. None: `<|role|>`, a
+    newline, the text and the end-of-document token.
+    """
+    special_tokens_in_text: Annotated[Literal["parse", "text"] | None, Flag(RARE)] = None
+    """What special tokens in a text become: themselves, or text. `parse` encodes them as special tokens,
+    `text` as ordinary characters. None: as the tokenizer's library does, `parse` for Hugging Face
     (Megatron too) and `text` for tiktoken.
     """
-    bos: Annotated[str | None, Flag(TEXT)] = None
+    bos: Annotated[str | None, Flag(RARE, metavar="TOKEN")] = None
     """A token that begins every document."""
-    add_special_tokens: Annotated[bool, Flag(TEXT)] = False
+    add_special_tokens: Annotated[bool, Flag(RARE)] = False
     """Let a tokenizer.json's post-processor add its tokens. Megatron's name of it is
     `--tokenizer-hf-include-special-tokens`.
     """
-    tiktoken_pattern: Annotated[str | None, Flag(TEXT)] = None
-    """How a file of byte pairs cuts text: gpt2, cl100k_base, o200k_base, llama3, llama3.1 or qwen,
-    with their special tokens, or a regular expression. With it, a .model file is one of byte pairs.
+    tiktoken_pattern: Annotated[str | None, Flag(RARE, metavar="NAME|REGEX")] = None
+    """How a file of byte pairs cuts text: llama3, or a regular expression. Names are gpt2, cl100k_base,
+    o200k_base, llama3, llama3.1 and qwen, with their special tokens. With it, a .model file is one of
+    byte pairs.
     """
     min_tokens: Annotated[int, Flag(DOCUMENTS), Ge(0)] = 0
     """Drop documents with fewer tokens."""
     max_tokens: Annotated[int | None, Flag(DOCUMENTS)] = None
-    """Cut or drop documents with more tokens; see --max-tokens-policy."""
+    """Cut or drop documents with more tokens."""
     max_tokens_policy: Annotated[Literal["cut", "drop"], Flag(DOCUMENTS)] = "cut"
-    """What to do with documents above --max-tokens: cut or drop. Cut documents keep their first
-    tokens and, in the last place, the end-of-document token.
+    """What to do with longer documents. Cut ones keep their first tokens and, in the last place, the
+    end-of-document token.
     """
-    pack_length: Annotated[int | None, Flag(DOCUMENTS), Ge(2), Le(1 << 24)] = None
-    """Put documents into bins of so many tokens, without cutting any; train with that sequence
-    length. None: documents follow each other without padding.
+    pack_length: Annotated[int | None, Flag(RARE), Ge(2), Le(1 << 24)] = None
+    """Put documents into bins of so many tokens, uncut. Train with that sequence length.
+    None: documents follow each other without padding.
     """
-    pack_overflow: Annotated[Literal["split", "drop"], Flag(DOCUMENTS)] = "split"
-    """What to do with documents longer than --pack-length: split or drop. Split ones become several
-    of the length of a bin, and one of the rest.
+    pack_overflow: Annotated[Literal["split", "drop"], Flag(RARE)] = "split"
+    """What to do with what fits no bin. Split documents become several of the length of a bin,
+    and one of the rest.
     """
-    pack_max_documents: Annotated[int | None, Flag(DOCUMENTS), Ge(1)] = None
-    """Maximum number of documents in one bin of --pack-length. None: as many as fit."""
+    pack_max_documents: Annotated[int | None, Flag(RARE), Ge(1)] = None
+    """Most documents of a bin. None: as many as fit."""
     keep_modes: Annotated[
-        tuple[int, ...] | None, Flag(DOCUMENTS, "--keep-mode"), Ge(-128), Le(127)
+        tuple[int, ...] | None, Flag(RARE, "--keep-mode", metavar="MODE"), Ge(-128), Le(127)
     ] = None
     """Keep only sequences of this mode; repeat for more."""
     loss_modes: Annotated[
-        tuple[int, ...] | None, Flag(DOCUMENTS, "--loss-mode"), Ge(-128), Le(127)
+        tuple[int, ...] | None, Flag(RARE, "--loss-mode", metavar="MODE"), Ge(-128), Le(127)
     ] = None
-    """A mode whose tokens are learned in training (--chat: 1); repeat for more. The manifest says so.
-    None: what the inputs' manifests say.
+    """A mode whose tokens are learned; repeat for more. It is 1 with --chat. The manifest says so. None:
+    what the inputs' manifests say.
     """
-    allow_mixed_tokenizers: Annotated[bool, Flag(DOCUMENTS)] = False
+    allow_mixed_tokenizers: Annotated[bool, Flag(RARE)] = False
     """Let tokens of different tokenizers into one dataset. Its manifest then names none."""
     dedup: Annotated[bool, Flag(DOCUMENTS)] = False
     """Keep the first of documents with the same tokens."""
-    drop_columns: Annotated[bool, Flag(DOCUMENTS)] = False
+    drop_columns: Annotated[bool, Flag(RARE)] = False
     """Leave the columns of datasets out. Otherwise all inputs must have the same ones, which are carried
     along.
     """
     shuffle_seed: Annotated[int | None, Ge(0), Lt(2**64)] = None
     """Shuffle all documents by this seed (--shuffle, --seed). None: the order of the inputs."""
     format: Annotated[Literal["bin", "zst", "tar"], Flag(OUTPUT)] = "bin"
-    """What is written: bin, zst (seekable zstd) or tar (WebDataset). A Megatron pair, a pair whose
-    tokens are .bin.zst, or a tar file of both.
+    """A Megatron pair, one with .bin.zst, or a WebDataset tar. Its zstd is seekable; a tar file has an
+    .idx too.
     """
-    zstd_level: Annotated[int, Flag(OUTPUT), Ge(1), Le(22)] = 3
-    """How hard zstd compresses, from 1 (fast) to 22 (small)."""
-    shard_bytes: Annotated[int | None, Flag(OUTPUT, "--shard-size"), Ge(1)] = None
-    """Bytes of tokens in a shard, e.g. 1G; by default there is one shard. A shard is larger where
-    one document is.
+    zstd_level: Annotated[int, Flag(RARE), Ge(1), Le(22)] = 3
+    """How zstd compresses: 1 (fast) to 22 (small)."""
+    shard_bytes: Annotated[int | None, Flag(OUTPUT, "--shard-size", metavar="SIZE"), Ge(1)] = None
+    """Bytes of tokens in a shard: 1G. None: there is one shard. A shard is larger where one document is.
     """
-    dtype: Annotated[str | None, Flag(OUTPUT)] = None
-    """The dtype of the output; it follows from the vocabulary or the inputs by default."""
+    dtype: Annotated[str | None, Flag(RARE)] = None
+    """The dtype of the output. None: it follows from the vocabulary or the inputs."""
     provenance: Annotated[bool, Flag(OUTPUT)] = False
-    """Keep where each document came from, in a file of each shard; see trace. It is the file, the
-    line or row, and the id.
+    """Keep where each document came from, for trace. It is the file, the line or row, and the id, in a
+    Parquet file of each shard.
     """
-    id_field: Annotated[str | None, Flag(OUTPUT)] = None
-    """Key or column of the id that --provenance keeps; else id, or url. It may be nested
+    id_field: Annotated[str | None, Flag(RARE, metavar="KEY")] = None
+    """Key or column of the id that --provenance keeps. None: `id`, or `url`. It may be nested
     (`meta.id`). Ids have 1,024 characters at most. A warning names a field that no record has.
     """
 
@@ -348,19 +350,21 @@ class ExecutionConfig:
     """How the work is done; the output does not depend on it."""
 
     workers: Annotated[int, Flag(WORK), Ge(0)] = 0
-    """Units and shards that are worked on at once; 0: one per core of this process's affinity and CPU
-    quota. By threads and processes of this machine; Ray decides for itself.
+    """Units and shards that are worked on at once; 0: all cores. These are the cores of this process's
+    affinity and CPU quota. Ray decides for itself.
     """
-    shuffle_memory_bytes: Annotated[int, Flag(WORK, "--shuffle-memory"), Ge(MiB)] = 4096 * MiB
-    """Memory for shuffling and deduplication, e.g. 16G. It is for each machine."""
-    backend: Annotated[Literal["local", "ray"], Flag(WORK)] = "local"
-    """Where the work is done: local, or ray (see RAY_ADDRESS)."""
-    work_dir: Annotated[str | None, Flag(WORK)] = None
-    """Folder or URL for unfinished work; by default in the folder of the output, or in the cache for
-    a remote output. All machines of a cluster must be able to write there.
+    shuffle_memory_bytes: Annotated[
+        int, Flag(WORK, "--shuffle-memory", metavar="SIZE"), Ge(MiB)
+    ] = 4096 * MiB
+    """Memory for shuffling and deduplication. It is for each machine."""
+    backend: Annotated[Literal["local", "ray"], Flag(RARE)] = "local"
+    """Where the work is done. `ray` is at RAY_ADDRESS."""
+    work_dir: Annotated[str | None, Flag(WORK, metavar="FOLDER|URL")] = None
+    """Where unfinished work is kept. All machines of a cluster must be able to write there. None: in the
+    folder of the output, or in the cache for a remote output.
     """
     resume: Annotated[bool, Flag(WORK)] = True
-    """Go on with what an interrupted run of the same command has done; --no-resume: forget it."""
+    """Go on with what an interrupted run has done, or forget it. It is a run of the same command."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -58,6 +58,25 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
     assert first.split()[0] in shown.output
 
 
+def test_the_help_of_convert_fits_two_screens_and_has_every_flag_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 50 lines of 100 columns. What is rarely needed comes last."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["convert", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 100
+    assert max(map(len, shown.splitlines())) <= 100
+    flags = re.findall(r"^  (--\S+|-h)(?: / |, )?(--\S+)?", shown, re.MULTILINE)
+    names = [name for words in flags for name in words if name.startswith("--")]
+    known = [name for param in COMMANDS["convert"].params for name in param.opts]
+    known += [name for param in COMMANDS["convert"].params for name in param.secondary_opts]
+    assert sorted(names) == sorted([*filter(lambda name: name.startswith("--"), known), "--help"])
+    asked_for = ["--text-key", "--tokenizer", "--shuffle ", "--shard-size", "--resume", "--bos"]
+    places = [shown.index(name) for name in asked_for]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("example", [line for row in ROWS.values() for line in row.examples])
 def test_every_example_is_a_command_line_that_the_command_takes(example: str) -> None:
     program, *words = shlex.split(example)
