@@ -59,10 +59,6 @@ def json_lines(texts: list[str]) -> bytes:
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
-def json_array(texts: list[str]) -> bytes:
-    return b"[" + json_lines(texts).strip().replace(b"\n", b",\n") + b"]"
-
-
 def parquet(texts: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"text": texts}), file)
@@ -90,7 +86,6 @@ FORMS: dict[str, tuple[Callable[[list[str]], bytes], str]] = {
     "in.jsonl": (json_lines, r"in\.jsonl:3: "),
     "in.jsonl.gz": (lambda texts: gzip.compress(json_lines(texts)), r"in\.jsonl\.gz:3: "),
     "in.csv": (lambda texts: "\n".join(["text", *texts]).encode(), r"in\.csv:4: "),
-    "in.json": (json_array, r"in\.json:3: "),
     "in.parquet": (parquet, r"in\.parquet:3: "),
     "in.arrow": (arrow, r"in\.arrow:3: "),
     "in.tar": (tar, r"in\.tar!2\.txt: "),
@@ -213,17 +208,6 @@ def test_members_that_are_too_large_are_refused(suffix: str, tmp_path: Path) -> 
         )
 
 
-@pytest.mark.parametrize("end", ["}]", "}\n]\n", "}   ]   \n"])
-def test_a_record_of_an_array_is_measured_without_what_follows_it(end: str, tmp_path: Path) -> None:
-    source = tmp_path / "in.json"
-    source.write_text('[{"text": "' + "a" * 80 + '"' + end)
-    size = len('{"text": ""}') + 80
-    convert([str(source)], str(tmp_path / "out"), tokenizer="bytes", max_record_bytes=size)
-    assert len(IndexedDataset(str(tmp_path / "out"))) == 1
-    with pytest.raises(ConvertError, match="is larger than"):
-        convert([str(source)], str(tmp_path / "no"), tokenizer="bytes", max_record_bytes=size - 1)
-
-
 def test_a_cell_that_is_too_large_is_no_missing_quote(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text\nfirst\n" + "a" * 200 + "\nlast\n")
     with pytest.raises(ConvertError, match=r"in\.csv:3: the record is larger than max_record_byte"):
@@ -277,45 +261,6 @@ def test_a_large_row_of_csv_costs_itself_alone(
         )
     kept = [text for (_, text), is_large in zip(rows, are_large, strict=True) if not is_large]
     assert stored_texts(folder / "out") == [*filter(None, kept), "last"]
-    assert done.dropped.get("too large", 0) == sum(are_large)
-
-
-values = st.recursive(
-    st.text(st.sampled_from('a"\\\\{}[],\n é'), max_size=30),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just('"{'), inner),
-    max_leaves=6,
-)
-
-
-@pytest.mark.guarantee("record-larger-max")
-@given(
-    notes=st.lists(values, max_size=6),
-    indent=st.sampled_from([None, 1]),
-    read_bytes=st.integers(1, 99),
-)
-def test_a_large_record_of_an_array_costs_itself_alone(
-    tmp_path_factory: pytest.TempPathFactory, notes: list[Any], indent: int | None, read_bytes: int
-) -> None:
-    """Each has another value beside its text."""
-    folder = tmp_path_factory.mktemp("json")
-    records = [{"text": f"text {n}", "note": note} for n, note in enumerate(notes)]
-    stored = [json.dumps(record, indent=indent, ensure_ascii=False) for record in records]
-    are_large = [len(record.encode()) > 60 for record in stored]
-    last = '{"text": "last"}'
-    (folder / "in.json").write_text(f"[{','.join([*stored, last])}]", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.read.text.READ_BYTES", read_bytes)
-        patch.setattr("streammega.convert.read.text.HEAD_BYTES", 8)
-        done = convert(
-            [str(folder / "in.json")],
-            str(folder / "out"),
-            tokenizer="bytes",
-            workers=1,
-            max_record_bytes=60,
-            on_error="skip",
-        )
-    kept = [f"text {n}" for n, is_large in enumerate(are_large) if not is_large]
-    assert stored_texts(folder / "out") == [*kept, "last"]
     assert done.dropped.get("too large", 0) == sum(are_large)
 
 

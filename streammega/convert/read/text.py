@@ -1,8 +1,6 @@
-"""Text files: one text, a text a line, JSON lines, and JSON arrays or records over several lines.
+"""Text files: one text, JSON lines, and JSON arrays or records over several lines.
 
-JSON that is not lines is parsed by Python's own parser, as JSON lines are. It finds the end of each
-record in a text whose characters are bytes, so `RawDocument.data` are the record's own bytes: they
-are parsed, refused and skipped as lines are. At most one record is held.
+JSON lines are read in parts and a record at a time, all other JSON as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument
-from streammega.convert.options import ConvertOptions
 from streammega.convert.read.compression import compression_of, compression_of_bytes, format_suffix
 from streammega.convert.read.source import (
     READ_BYTES,
@@ -24,9 +21,9 @@ from streammega.convert.read.source import (
     Source,
     read_lines,
     skip_line,
-    too_large,
     unreadable,
 )
+from streammega.dataset.conversations import not_utf8
 from streammega.errors import ConvertError, StreammegaError
 from streammega.storage.file_system import expect_end, open_file
 
@@ -47,15 +44,7 @@ OPENINGS = (b"[", b"{", b"[{")
 """First lines of JSON that is not JSON lines."""
 LONGEST_WORD = 12
 """Characters (of -Infinity, of an escape) that a cut may leave as broken JSON."""
-_STRICT = json.JSONDecoder(parse_int=str)
-"""Leaves integers as text: `int` refuses those of more than 4,300 digits by a plain ValueError."""
-_LOOSE = json.JSONDecoder(strict=False, parse_int=str)
-"""Takes control characters within strings too. It finds the end of records that are refused later,
-one by one.
-"""
-_OPENING = '{["'
-_OUTSIDE_OF_STRINGS = re.compile(r'[^"{}\[\]]*')
-_REST_OF_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -75,26 +64,71 @@ def read_text(source: Source) -> Iterator[RawDocument]:
     if item.size > max_bytes and not compression_of(item.path):
         yield RawDocument(data=b"", path=item.path, size=item.size)
         return
-    parts: list[bytes] = []
     # one byte more than a text and a mark before it tells that the text is too large
-    unread_bytes = len(BYTE_ORDER_MARK) + max_bytes + 1
     with source.open() as file:
-        while unread_bytes and (data := file.read(min(unread_bytes, READ_BYTES))):
-            parts.append(data)
-            unread_bytes -= len(data)
-    yield RawDocument(data=b"".join(parts).removeprefix(BYTE_ORDER_MARK), path=item.path)
+        data = _read_up_to(file, len(BYTE_ORDER_MARK) + max_bytes + 1)
+    yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=item.path)
+
+
+def _read_up_to(file: Any, size: int) -> bytes:
+    """The next bytes of a file, as many if there are. Memory is taken for what is there."""
+    parts: list[bytes] = []
+    while size > 0 and (data := file.read(min(size, READ_BYTES))):
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
 
 
 def read_json(source: Source) -> Iterator[RawDocument]:
-    """JSON records: a record a line, or `read_values`."""
+    """JSON records: a record a line, or the values of a whole file."""
     with source.open() as file:
         head = b""
         if source.piece.stop < 0 and format_suffix(source.path) not in JSON_LINES_SUFFIXES:
             head = file.read(HEAD_BYTES)
             if not holds_lines(head):
-                yield from read_values(head, file, source.path, source.options)
+                max_bytes = source.options.max_record_bytes
+                data = head + _read_up_to(file, max_bytes + 1 - len(head))
+                yield from _records_of_values(data, source)
                 return
         yield from _records_of_lines(file, head, source)
+
+
+def _records_of_values(data: bytes, source: Source) -> Iterator[RawDocument]:
+    """The records of arrays, and those outside of arrays; each is named by its number in the file.
+
+    Raises ConvertError, naming the line, where the file is not JSON: none of it is read then.
+    """
+    path = source.path
+    max_bytes = source.options.max_record_bytes
+    if len(data) > max_bytes:
+        message = (
+            f"{path}: is read as a whole, since it is no JSON lines, and is larger than "
+            f"max_record_bytes (--max-record-bytes), {max_bytes:,}; write it as lines, by "
+            f"jq -c '.[]' for an array, or raise the limit if there is memory"
+        )
+        source.fault("too large", message)
+        return
+    records: list[Any] = []
+    try:
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+        place = _end_of_space(text, 0)
+        while place < len(text):
+            value, place = _DECODER.raw_decode(text, place)
+            records += value if isinstance(value, list) else [value]
+            place = _end_of_space(text, place)
+    except UnicodeDecodeError as error:
+        raise ConvertError(str(not_utf8(path, error))) from None
+    except (ValueError, RecursionError) as error:  # of numbers with too many digits, of nesting
+        where, reason = path, str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where, reason = f"{path}:{error.lineno}", error.msg
+        raise ConvertError(f"{where}: broken JSON ({reason}); mend the file") from None
+    size = len(data) // max(1, len(records))
+    for number, record in enumerate(records, 1):
+        fields = {} if record is None else record
+        yield RawDocument(
+            data=b"", path=path, line=number, is_record=True, fields=fields, size=size
+        )
 
 
 def cut_lines(
@@ -184,147 +218,13 @@ def holds_lines(head: bytes) -> bool:
     if text.find("\n", start) < 0:
         return True
     try:
-        _, stop = _STRICT.raw_decode(text, start)
+        # integers as text: `int` refuses those of very many digits
+        _, stop = json.JSONDecoder(parse_int=str).raw_decode(text, start)
     except json.JSONDecodeError as error:
         return len(head) < HEAD_BYTES or not _may_be_cut(error, text)
     except RecursionError:
         return True
     return "\n" not in text[start:stop]
-
-
-def read_values(
-    head: bytes, file: Any, path: str, options: ConvertOptions
-) -> Iterator[RawDocument]:
-    """The records of a file: those of its arrays, and those outside of arrays. head: its beginning,
-    which was read already.
-
-    One that is too large to be held is given by its size. Raises ConvertError, naming the line,
-    where the file is not JSON, or ends within a record or an array.
-    """
-    text = _Text(head.removeprefix(BYTE_ORDER_MARK), file, path, options)
-    in_array = False
-    needs_comma = False
-    while sign := text.next_sign():
-        if in_array and sign == "]":
-            in_array = needs_comma = False
-        elif needs_comma and sign == ",":
-            needs_comma = False
-        elif needs_comma:
-            raise text.broken("a comma or the end of the array is missing")
-        elif sign == "[" and not in_array:
-            in_array = True
-        else:
-            yield text.take_value()
-            needs_comma = in_array
-            continue
-        text.skip_sign()
-    if in_array:
-        raise text.broken("it ends within an array; is it cut short?")
-
-
-class _Text:
-    """The part of a file that is in memory, and a position in it. A character is a byte."""
-
-    def __init__(self, head: bytes, file: Any, path: str, options: ConvertOptions) -> None:
-        self._text = head.decode("latin-1")
-        self._file = file
-        self._path = path
-        self._options = options
-        self._at = 0
-        self._counted = 0
-        """Characters of the text whose lines are in `_line`."""
-        self._line = 1
-        self._ended = False
-
-    def next_sign(self) -> str:
-        """The next character that is not white space; "" at the end."""
-        while True:
-            self._at = _end_of_space(self._text, self._at)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._read_on():
-                return ""
-
-    def skip_sign(self) -> None:
-        """Go on after the character at this position."""
-        self._at += 1
-
-    def take_value(self) -> RawDocument:
-        """The value that begins at this position."""
-        end = self._end_of_value()
-        # a number may go on after a dot
-        while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):
-            size = (len(self._text) if end is None else end) - self._at
-            if size > self._options.max_record_bytes:
-                return self._skip_value()
-            self._read_on()
-            end = self._end_of_value()
-        data = self._text[self._at : end].encode("latin-1")
-        document = RawDocument(data=data, path=self._path, line=self._count_lines(), is_record=True)
-        self._at = end
-        return document
-
-    def _skip_value(self) -> RawDocument:
-        """The value that begins at this position, by its size alone: it is too large to be held."""
-        line = self._count_lines()
-        if self._text[self._at] not in _OPENING:  # a number
-            raise ConvertError(too_large(f"{self._path}:{line}", self._options))
-        size = depth = 0
-        in_string = False
-        while not size or depth or in_string:
-            sought = _REST_OF_STRING if in_string else _OUTSIDE_OF_STRINGS
-            letters = sought.match(self._text, self._at)
-            assert letters is not None
-            # the sign behind it, unless more has to be read first: as behind half of an escape
-            sign = self._text[letters.end() : letters.end() + 1].replace("\\", "")
-            size += letters.end() + len(sign) - self._at
-            self._at = letters.end() + len(sign)
-            if sign == '"':
-                in_string = not in_string
-            elif sign:
-                depth += 1 if sign in _OPENING else -1
-            elif not self._read_on():
-                raise self.broken("it ends within a record; is it cut short?")
-        return RawDocument(data=b"", path=self._path, line=line, size=size)
-
-    def broken(self, reason: str, position: int | None = None) -> ConvertError:
-        """An error that names this position, or a later one."""
-        line = self._count_lines() + self._text.count("\n", self._at, position or self._at)
-        return ConvertError(
-            f"{self._path}:{line}: broken JSON ({reason}); mend it: what comes after it cannot be read"
-        )
-
-    def _end_of_value(self) -> int | None:
-        """Where the value ends that begins here; None if more has to be read first."""
-        try:
-            return _LOOSE.raw_decode(self._text, self._at)[1]
-        except json.JSONDecodeError as error:
-            if not self._ended and _may_be_cut(error, self._text):
-                return None
-            if error.msg.startswith("Unterminated string") or error.pos >= len(self._text.rstrip()):
-                raise self.broken("it ends within a record; is it cut short?") from None
-            raise self.broken(error.msg, error.pos) from None
-        except RecursionError as error:
-            raise self.broken(str(error)) from None
-
-    def _count_lines(self) -> int:
-        self._line += self._text.count("\n", self._counted, self._at)
-        self._counted = self._at
-        return self._line
-
-    def _read_on(self) -> bool:
-        """Read as much again as is held, so that a record is parsed a few times only; False at the
-        end.
-        """
-        if self._ended:
-            return False
-        self._count_lines()
-        rest = self._text[self._at :]
-        data = self._file.read(max(READ_BYTES, len(rest)))
-        self._ended = not data
-        self._text = rest + data.decode("latin-1")
-        self._at = self._counted = 0
-        return not self._ended
 
 
 def _end_of_space(text: str, start: int) -> int:
