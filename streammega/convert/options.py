@@ -12,8 +12,6 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-
 from streammega.config import MiB
 from streammega.config.validate import Flag, Ge, Le, Lt, check_fields, refuse_unknown
 from streammega.errors import ConfigError
@@ -62,10 +60,6 @@ class ConvertOptions:
     """
     eod_id: Annotated[int | None, Flag(RARE)] = None
     """The id that ends documents, where the inputs are tokens."""
-    input_dtype: Annotated[str | None, Flag(RARE)] = None
-    """The dtype of raw token arrays without a header; uint16 by default. Arrays that look like 32-bit
-    ids are then an error. uint32 is stored as int32, where the ids fit.
-    """
     on_error: Annotated[Literal["stop", "skip"], Flag(INPUTS)] = "stop"
     """Stop at a broken record, or skip it and report it. What follows it is
     left out where its end cannot be found: in JSON arrays, in CSV files with an open quote, and in
@@ -208,9 +202,6 @@ class ConvertOptions:
 
         if self.dtype is not None:
             token_dtype_named(self.dtype)
-        # The .idx has no uint32; such ids are stored as int32, where they fit.
-        if self.input_dtype not in (None, "uint32"):
-            token_dtype_named(str(self.input_dtype))
 
     def _check_documents(self) -> None:
         if self.pack_length is None and self.pack_overflow == "drop":
@@ -286,11 +277,6 @@ class ConvertOptions:
         if self.loss_modes is not None:
             return list(self.loss_modes)
         return [1] if self.chat else None
-
-    @property
-    def array_dtype(self) -> np.dtype[Any]:
-        """The dtype of raw token arrays without a header, little-endian."""
-        return np.dtype(self.input_dtype or "uint16").newbyteorder("<")
 
     @property
     def tokenizer_settings(self) -> dict[str, Any]:

@@ -165,8 +165,8 @@ def test_ids_of_32_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
 
     ids = np.random.default_rng(0).integers(100_000, 128_256, 40 * 33).astype("<u4")
     ids[32::33] = 128_001
-    ids.tofile(tmp_path / "llama.bin")
-    convert_files(tmp_path / "out", tmp_path / "llama.bin", input_dtype="uint32", eod_id=128_001)
+    np.save(tmp_path / "llama.npy", ids)
+    convert_files(tmp_path / "out", tmp_path / "llama.npy", eod_id=128_001)
     config = DataConfig(
         blend=[str(tmp_path / "out")],
         sequence_length=32,

@@ -74,13 +74,13 @@ def test_llm_c_files_are_told_by_their_headers(tmp_path: Path) -> None:
         convert_files(tmp_path / "no", tmp_path / "other.bin")
 
 
-def test_raw_ids_of_32_bits_are_read_where_they_fit(tmp_path: Path) -> None:
-    np.array([1, 128_000, 5], "<u4").tofile(tmp_path / "ids.bin")
-    convert_files(tmp_path / "out", tmp_path / "ids.bin", input_dtype="uint32")
+def test_ids_of_32_bits_are_read_from_npy_where_they_fit(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([1, 128_000, 5], "<u4"))
+    convert_files(tmp_path / "out", tmp_path / "ids.npy")
     assert stored_ids(tmp_path / "out") == [[1, 128_000, 5]]
-    np.array([1, 1 << 31], "<u4").tofile(tmp_path / "large.bin")
+    np.save(tmp_path / "large.npy", np.array([1, 1 << 31], "<u4"))
     with pytest.raises(ConvertError, match=r"2147483648.*cannot hold"):
-        convert_files(tmp_path / "no", tmp_path / "large.bin", input_dtype="uint32")
+        convert_files(tmp_path / "no", tmp_path / "large.npy")
 
 
 def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> None:
@@ -88,9 +88,10 @@ def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> 
         for n in range(40):
             writer.add_document(np.arange(100 + n, 200 + n), [100])
     (tmp_path / "m.idx").unlink()
-    with pytest.raises(ConvertError, match=r"m\.bin.*every second.*--input-dtype int32"):
+    with pytest.raises(ConvertError, match=r"m\.bin.*every second.*save them as \.npy"):
         convert_files(tmp_path / "no", tmp_path / "m.bin")
-    convert_files(tmp_path / "out", tmp_path / "m.bin", input_dtype="int32")
+    np.save(tmp_path / "m.npy", np.fromfile(tmp_path / "m.bin", np.int32))
+    convert_files(tmp_path / "out", tmp_path / "m.npy")
     assert stored_ids(tmp_path / "out")[0][:3] == [100, 101, 102]
 
 

@@ -28,7 +28,6 @@ ALL: dict[str, dict[str, Any]] = {
     "--eod <e>": {"eod": "<e>"},
     "--no-append-eod": {"append_eod": False},
     "--eod-id 7": {"eod_id": 7},
-    "--input-dtype uint16": {"input_dtype": "uint16"},
     "--special-tokens-in-text text": {"special_tokens_in_text": "text"},
     "--bos <b>": {"bos": "<b>"},
     "--add-special-tokens": {"add_special_tokens": True},

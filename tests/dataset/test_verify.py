@@ -337,7 +337,6 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["--dtype", "float32"], "holds no token ids"),
-        (["--input-dtype", "nothing"], "is not known"),
     ],
 )
 def test_odd_settings_are_one_message(

@@ -1,4 +1,4 @@
-"""Raw token arrays: nanoGPT's and llm.c's `.bin`, and `.npy`."""
+"""Token arrays: nanoGPT's `.bin` of uint16, llm.c's, and `.npy`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from streammega.dataset.idx import MAX_TOKENS
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
+RAW_DTYPE: np.dtype[Any] = np.dtype("<u2")
+"""Of ids without a header; others are saved as .npy."""
 LLMC_HEADER_BYTES = 1024
 LLMC_DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (20240520, 1): np.dtype("<u2"),
@@ -40,9 +42,8 @@ def read_raw(source: Source) -> Iterator[Tokens]:
         if header is not None:
             chunks = _token_chunks(file, b"", *header, source.path)
         else:
-            if source.options.input_dtype is None:
-                _check_width(head, source.path)
-            chunks = _token_chunks(file, head, source.options.array_dtype, None, source.path)
+            _check_width(head, source.path)
+            chunks = _token_chunks(file, head, RAW_DTYPE, None, source.path)
         yield from _split_at_eod(chunks, source)
 
 
@@ -82,8 +83,8 @@ def _check_width(head: bytes, path: str) -> None:
     if (upper < UPPER_HALVES).all() and (lower >= UPPER_HALVES).any():
         raise ConvertError(
             f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, "
-            f"perhaps of a Megatron dataset without its .idx; say so by --input-dtype int32 or "
-            f"uint32, or uint16 if not"
+            f"perhaps of a Megatron dataset without its .idx; save them as .npy, which says so: "
+            f"np.save(NAME, np.fromfile({path!r}, np.int32))"
         )
 
 
@@ -159,7 +160,8 @@ def _token_chunks(
         )
     if cut_token:
         raise ConvertError(
-            f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"
+            f"{path}: ends inside a token of {dtype.itemsize} bytes; is it whole, and are its ids "
+            f"{dtype}? Others are read from .npy"
         )
 
 

@@ -20,6 +20,7 @@ from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.arrays import RAW_DTYPE
 from streammega.convert.read.compression import decompress
 from streammega.convert.read.fields import MISSING, first_value
 from streammega.convert.read.source import Input, Slice, Source, unreadable
@@ -222,7 +223,7 @@ def _documents(
 
 
 def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | Tokens:
-    """A record, a text, or an array of tokens; bytes are tokens of input_dtype. Raises ConvertError
+    """A record, a text, or an array of tokens; bytes are tokens of uint16. Raises ConvertError
     for None, which is neither.
     """
     if item is None:
@@ -230,7 +231,7 @@ def _document(item: Any, where: str, options: ConvertOptions) -> RawDocument | T
     if isinstance(item, dict):
         item = _tokens_of(item, options)
     if isinstance(item, bytes):
-        item = np.frombuffer(item, options.array_dtype)
+        item = np.frombuffer(item, RAW_DTYPE)
     if isinstance(item, np.ndarray):
         return one_per_document(
             item.reshape(-1), np.array([item.size], np.int32), item.nbytes, where
