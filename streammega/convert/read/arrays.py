@@ -17,7 +17,7 @@ from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
 RAW_DTYPE: np.dtype[Any] = np.dtype("<u2")
-"""Of ids without a header; others are saved as .npy."""
+"""The dtype of ids without a header. Others are saved as .npy."""
 LLMC_HEADER_BYTES = 1024
 LLMC_DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (20240520, 1): np.dtype("<u2"),
