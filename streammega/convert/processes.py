@@ -191,7 +191,14 @@ class _Child:
             handle = its_end.fileno()
             # -P: modules of the folder that it is started in are not taken for Python's own
             command = [sys.executable, "-P", "-c", START, str(handle)]
-            self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL)
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[handle], stdin=subprocess.DEVNULL
+                )
+            except OSError as error:
+                raise ConvertError(
+                    f"a worker process cannot be started ({error}); use fewer --workers"
+                ) from None
 
     def receive(self) -> Any:
         """What it says next. Raises ConvertError if it could not start."""

@@ -21,7 +21,7 @@ import pytest
 from streammega.convert import ConvertReport, convert
 from streammega.convert.options import ExecutionConfig
 from streammega.convert.workers import run_parallel
-from streammega.errors import ConvertError
+from streammega.errors import ConfigError, ConvertError
 from tests.convert.test_reshape import check_that_a_killed_worker_is_replaced, ignore
 from tests.support.builders import stored_texts
 from tests.support.process_programs import end_at, exit_at_once, kill_itself, run_unit_or_die
@@ -214,6 +214,17 @@ from streammega.convert import convert
 convert(["in.parquet"], "web", tokenizer="bytes")
 convert(["in.jsonl"], "tars", tokenizer="bytes", workers=2, format="tar", shard_bytes=4000)
 """
+
+
+def of_a_script(number: int, progress: Any) -> int:
+    return number
+
+
+def test_what_only_the_script_has_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_a_script, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_a_script", of_a_script, raising=False)
+    with pytest.raises(ConfigError, match=r"'of_a_script'.*define it in a module"):
+        list(run_parallel(of_a_script, range(2), ExecutionConfig(workers=2), ignore))
 
 
 def test_a_script_needs_no_main_guard_and_its_folder_no_care(tmp_path: Path) -> None:

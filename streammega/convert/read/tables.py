@@ -152,27 +152,23 @@ def arrow_rows(
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False)
+    is_file = True
     try:
         reader = pa.ipc.open_file(file, options=options)
-        numbers: Iterable[int] = range(reader.num_record_batches)
-        read = reader.get_batch
-        behind = ""
     except pa.ArrowInvalid:
+        is_file = False
         file.seek(0)
         reader = pa.ipc.open_stream(file, options=options)
-        numbers = itertools.count()
-        read = lambda _number: reader.read_next_batch()  # noqa: E731
-        behind = " and all behind it"
     paths, ids = _wanted_paths(reader.schema, source)
     columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
     row = 0
-    for number in numbers:
-        if not source.begins(f"record batch {number}{behind}"):
-            if behind:
-                return
-            continue
+    for number in range(reader.num_record_batches) if is_file else itertools.count():
+        if not source.begins(f"record batch {number}{'' if is_file else ' and all behind it'}"):
+            if is_file:
+                continue
+            return
         try:
-            batch = read(number)
+            batch = reader.get_batch(number) if is_file else reader.read_next_batch()
         except StopIteration:
             return
         note(batch.get_total_buffer_size())
@@ -215,7 +211,7 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                         path=path,
                         line=line,
                         is_record=True,
-                        size=sum(map(_stored_bytes, row)),
+                        size=lines.row_bytes,
                         fields=dict(zip(header, map(_cell, row), strict=True)),
                     )
                 elif row:  # a blank line is not a row
@@ -246,13 +242,14 @@ class _RowLines:
         self._pieces = pieces
         self._max_bytes = max_bytes
         self._lines = 0
-        self._row_bytes = 0
+        self.row_bytes = 0
+        """Bytes of the row so far, with its ending."""
         self._shortened_bytes = 0
         self._is_too_large = False
 
     def begin_row(self) -> int:
         """Count from zero; the number of the line with which the next row begins."""
-        self._row_bytes = self._shortened_bytes = 0
+        self.row_bytes = self._shortened_bytes = 0
         self._is_too_large = False
         return self._lines + 1
 
@@ -264,8 +261,8 @@ class _RowLines:
         mark = BYTE_ORDER_MARK
         begun: list[bytes] = []
         for piece in itertools.chain(self._pieces, [b""]):
-            self._row_bytes += len(piece)
-            part = piece if self._row_bytes <= self._max_bytes else self._shortened(piece)
+            self.row_bytes += len(piece)
+            part = piece if self.row_bytes <= self._max_bytes else self._shortened(piece)
             if piece and not piece.endswith(b"\n"):
                 begun.append(part)
                 continue
@@ -279,13 +276,13 @@ class _RowLines:
     def _shortened(self, piece: bytes) -> bytes:
         """A piece of a row beyond the limit. Raises csv.Error where the row has no end in sight."""
         ending = len(piece) - len(piece.rstrip(b"\r\n"))
-        if self._row_bytes - ending <= self._max_bytes:  # an ending is not part of the row
+        if self.row_bytes - ending <= self._max_bytes:  # an ending is not part of the row
             return piece
         self._is_too_large = True
         short = _QUOTES.sub(rb"\1", _LETTERS.sub(rb"\1\2", piece))
         self._shortened_bytes += len(short)
         if self._shortened_bytes > self._max_bytes:
-            raise csv.Error(f"a row of more than {self._row_bytes:,} bytes")
+            raise csv.Error(f"a row of more than {self.row_bytes:,} bytes")
         return short
 
     def count_from(self, line: int) -> int:
@@ -335,10 +332,6 @@ def _check_header(header: list[str], options: ConvertOptions, path: str) -> None
             raise _no_column(path, names, header, options)
     if options.provenance and options.id_field is not None and options.id_field not in header:
         raise _no_id_column(path, options)
-
-
-def _stored_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))
 
 
 def _cell(text: str) -> str | bytes | None:
