@@ -12,6 +12,7 @@ import pytest
 from streammega import StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert, load_tokenizer, tokenizer_of
+from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.convert.write.gc import find_leftovers
 from streammega.dataset import IndexedDataset
 from tests.convert.test_long_texts import sentencepiece_of, tiktoken_of
@@ -126,3 +127,14 @@ def test_a_damaged_copy_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the copy of this tokenizer is damaged" in error
     assert "--tokenizer" in error
     assert main(["describe", name]) == 0
+
+
+@pytest.mark.guarantee("tokenizer-copy")
+def test_a_copy_is_no_input(tmp_path: Path) -> None:
+    name, _ = made(tmp_path / "in")
+    skipped = SkippedFiles()
+    (tmp_path / "in" / "in.txt").unlink()
+    (item,) = find_inputs(str(tmp_path / "in"), skipped=skipped)
+    assert item.path == f"{name}.idx"
+    assert not skipped.counts
+    assert any(part.endswith(".tokenizer") for part in item.parts)

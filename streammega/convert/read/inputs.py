@@ -31,6 +31,7 @@ from streammega.dataset.names import (
     SUFFIXES,
     could_belong_to,
     dataset_of_marked,
+    dataset_of_tokenizer,
     strip_suffix,
 )
 from streammega.dataset.provenance import ENDING as ORIGINS
@@ -515,7 +516,7 @@ def _is_own(path: str, paths: Set[str], own_output: OwnOutput) -> bool:
     shard = _shard_of(path)
     # a .tar or .bin without its .idx, or with another ending, does not belong to it
     is_shard = f"{shard}.idx" in paths and could_belong_to(shard.rpartition("/")[2], stem)
-    return is_shard or name == stem + MANIFEST
+    return is_shard or name == stem + MANIFEST or dataset_of_tokenizer(name) == stem
 
 
 def _drop(
@@ -620,6 +621,8 @@ class _Group:
     is_whole: bool = False
     manifest_of: dict[str, str] = field(default_factory=dict)
     """The manifest of each prefix of a shard that one lists."""
+    copies: dict[str, list[str]] = field(default_factory=dict)
+    """Copies of tokenizers that no input has yet, by the manifests of their datasets."""
     owners: set[str] = field(default_factory=set)
     """Datasets whose manifests were looked for."""
     splits: dict[str, str] = field(default_factory=dict)
@@ -637,7 +640,9 @@ class _Group:
             else:
                 self._leave_out(UNKNOWN, path)
         if self.paths is not None:
-            self.search.skipped.add("manifests without their shards", *sorted(manifests))
+            copies = [path for paths in self.copies.values() for path in paths]
+            reason = "manifests and tokenizers without their shards"
+            self.search.skipped.add(reason, *sorted(manifests), *sorted(copies))
         return sorted(inputs, key=lambda item: item.path)
 
     def _format_of(self, path: str) -> str:
@@ -805,8 +810,15 @@ class _Group:
     # datasets of ours
 
     def _take_manifests(self) -> set[str]:
-        """Manifests of ours. In a folder, where their shards are there too, they are no inputs."""
+        """Manifests of ours. In a folder, where their shards are there too, they and the copies of
+        tokenizers are no inputs.
+        """
         manifests = set()
+        for path in list(self.entries) if self.paths is not None else ():
+            dataset = dataset_of_tokenizer(path)
+            if dataset is not None:
+                self.copies.setdefault(dataset + MANIFEST, []).append(path)
+                del self.entries[path]
         for path in [path for path in self.entries if path.endswith(MANIFEST)]:
             if self._read_manifest(path):
                 manifests.add(path)
@@ -870,7 +882,7 @@ class _Group:
         parts = [file for file in files if file != path]
         if manifest in manifests:
             manifests.discard(manifest)
-            parts.append(manifest)
+            parts += [manifest, *self.copies.pop(manifest, ())]
         # what is read are the tokens, and a change of either file makes another dataset
         index, tokens = self._looked_up(index), self._looked_up(tokens)
         return replace(
