@@ -120,8 +120,10 @@ def origins_of(
     """Origins by their columns, of one length."""
     import pyarrow as pa
 
-    columns = [_strings(path), pa.array(kind), pa.array(place), _strings(id)]
-    return DocumentOrigins(pa.table(columns, _schema().names).cast(_schema()))
+    # Neither a file's name nor an id in JSON needs to be UTF-8.
+    texts = [[text.encode("utf-8", "backslashreplace") for text in column] for column in (path, id)]
+    table = pa.table([texts[0], kind, place, texts[1]], names=_schema().names)
+    return DocumentOrigins(table.cast(_schema()))
 
 
 def collect_origins(origins: Iterable[DocumentOrigin]) -> DocumentOrigins:
@@ -133,16 +135,6 @@ def collect_origins(origins: Iterable[DocumentOrigin]) -> DocumentOrigins:
         np.array([row.place for row in rows], np.int64),
         [row.id for row in rows],
     )
-
-
-def _strings(texts: list[str]) -> pa.Array:
-    import pyarrow as pa
-
-    try:
-        return pa.array(texts, pa.string())
-    except UnicodeEncodeError:  # such as a file name that is not UTF-8
-        escaped = [text.encode("utf-8", "backslashreplace").decode() for text in texts]
-        return pa.array(escaped, pa.string())
 
 
 def concat_origins(parts: Iterable[DocumentOrigins]) -> DocumentOrigins:
@@ -161,7 +153,8 @@ class ProvenanceWriter:
     def __init__(self) -> None:
         import pyarrow.parquet as pq
 
-        self._pending: list[DocumentOrigins] = []
+        self._rest = concat_origins([])
+        """Documents that fill no row group yet."""
         self._sink = io.BytesIO()
         self._writer = pq.ParquetWriter(
             self._sink,
@@ -180,24 +173,22 @@ class ProvenanceWriter:
     def add(self, origins: DocumentOrigins) -> None:
         """Append documents."""
         self.num_ids += origins.num_ids
-        self._pending.append(origins)
-        if sum(map(len, self._pending)) >= ROW_GROUP:
-            self._write(ROW_GROUP)
+        rows = concat_origins([self._rest, origins]).table
+        in_full = len(rows) - len(rows) % ROW_GROUP
+        self._write(rows[:in_full])
+        self._rest = DocumentOrigins(rows[in_full:])
 
     def finish(self) -> bytes:
         """The whole file."""
-        self._write(1)
+        self._write(self._rest.table)
         self._writer.close()
         return self._sink.getvalue()
 
-    def _write(self, min_rows: int) -> None:
-        """Write the pending documents, a row group at a time, while there are `min_rows`."""
-        rest = concat_origins(self._pending).table
-        while len(rest) >= min_rows:
+    def _write(self, rows: pa.Table) -> None:
+        if len(rows):
             # In one chunk: a page may end where a chunk does.
-            self._writer.write_table(rest[:ROW_GROUP].combine_chunks().cast(_stored_schema()))
-            rest = rest[ROW_GROUP:]
-        self._pending = [DocumentOrigins(rest)]
+            stored = rows.combine_chunks().cast(_stored_schema())
+            self._writer.write_table(stored, ROW_GROUP)
 
 
 class ProvenanceReader:
