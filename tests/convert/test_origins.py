@@ -100,6 +100,13 @@ def test_other_programs_read_it_as_parquet(tmp_path: Path) -> None:
     assert table.to_pylist() == [{"path": "a", "kind": LINE, "place": 7, "id": "x"}] * 5000
 
 
+def test_a_program_without_pyarrow_reads_it(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    (tmp_path / "a.parquet").write_bytes(some_origins(5000))
+    rows = duckdb.sql(f"select place, id from '{tmp_path}/a.parquet' order by place").fetchall()
+    assert rows == [(n, f"id {n}") for n in range(1, 5001)]
+
+
 @pytest.mark.guarantee("other-programs-read")
 def test_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
     writer = ProvenanceWriter()
