@@ -23,6 +23,7 @@ ALL: dict[str, dict[str, Any]] = {
     "--include *.txt --include b": {"include": ("*.txt", "b")},
     "--exclude c": {"exclude": ("c",)},
     "--hf-split train": {"hf_split": "train"},
+    "--strict": {"strict": True},
     "--tar-member txt": {"tar_member": "txt"},
     "--chat --chat-template chatml": {"chat": True, "chat_template": "chatml"},
     "--eod <e>": {"eod": "<e>"},

@@ -113,6 +113,7 @@ def test_unknown_files_beside_known_ones_are_left_out_and_counted(tmp_path: Path
     assert made(tmp_path) == ["one", "two", RECORDS.decode(), RECORDS.decode()]
 
 
+@pytest.mark.guarantee("files-folders-read")
 @pytest.mark.parametrize("unwanted", ["b.md", ".b.jsonl", "other/c.md", "fifo"])
 def test_what_is_left_out_is_an_error_if_that_is_asked_for(unwanted: str, tmp_path: Path) -> None:
     folder = tmp_path / "in"

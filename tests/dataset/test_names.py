@@ -181,20 +181,6 @@ def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
         chosen(root, include=("*.parquet",))
 
 
-def test_folders_of_object_stores_are_chosen_from_alike(
-    s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
-) -> None:
-    client = s3.client()
-    for name, data in FOLDER.items():
-        client.put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
-    passed = SkippedFiles()
-    found = find_inputs(
-        [f"s3://{bucket}/in"], s3_storage, ConvertOptions(exclude=("old/*",)), passed
-    )
-    assert [item.path for item in found] == [f"s3://{bucket}/in/{name}" for name in READ[:3]]
-    assert passed.counts == LEFT_OUT | {"excluded": 1}
-
-
 def test_the_command_takes_patterns_and_says_what_was_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -623,8 +623,6 @@ class _Group:
     """The manifest of each prefix of a shard that one lists."""
     copies: dict[str, list[str]] = field(default_factory=dict)
     """Copies of tokenizers that no input has yet, by the manifests of their datasets."""
-    owners: set[str] = field(default_factory=set)
-    """Datasets whose manifests were looked for."""
     splits: dict[str, str] = field(default_factory=dict)
     """The splits that folders are by the list of the library that wrote them."""
 
@@ -649,19 +647,15 @@ class _Group:
         """A file's format; "": none is known. One of an unknown suffix is a text if a pattern of
         `include` spells this: `*.md`, not `data/*`, which chooses files and says nothing of them.
         """
-        name = os.path.basename(path)
         file_format = format_of(path)
-        if file_format == "raw" and LITDATA_CHUNK.fullmatch(name):
+        if file_format == "raw" and LITDATA_CHUNK.fullmatch(os.path.basename(path)):
             raise ConvertError(
                 f"{path}: is a chunk of litdata by its name, not raw ids; name its folder, whose "
                 f"index.json says how it is read (without one litdata did not finish it)"
             )
         if not file_format:
-            ending = os.path.splitext(name)[1] or name
-            spelled = [
-                pattern for pattern in self.search.options.include if pattern.endswith(ending)
-            ]
-            matching = _matching(spelled, _below(path, self.root), path)
+            patterns = [one for one in self.search.options.include if one.endswith(_ending(path))]
+            matching = _matching(patterns, _below(path, self.root), path)
             self.search.skipped.matched_patterns.update(matching)
             file_format = "text" if matching else ""
         return file_format
@@ -669,14 +663,12 @@ class _Group:
     def _leave_out(self, reason: str, *paths: str) -> None:
         """Count files; one that is named itself is an error."""
         if self.paths is None and paths:
-            name = os.path.basename(paths[0])
             remedy = "name its folder, or move it elsewhere"
             if reason == UNKNOWN:
-                ending = os.path.splitext(name)[1]
-                pattern = f"*{ending}" if ending else name
+                pattern = f"*{_ending(paths[0])}"
                 remedy = (
-                    f"give it one that does, .txt (the file is one text) or .jsonl (a JSON record a "
-                    f"line) for instance, or take such files as texts by --include {pattern!r}"
+                    f"name it .txt (the file is one text) or .jsonl (a JSON record a line) for "
+                    f"instance, or take such files as texts by --include {pattern!r}"
                 )
             raise ConvertError(f"{paths[0]!r}: is {reason}; {remedy}")
         self.search.skipped.add(reason, *paths)
@@ -810,32 +802,33 @@ class _Group:
     # datasets of ours
 
     def _take_manifests(self) -> set[str]:
-        """Manifests of ours. In a folder, where their shards are there too, they and the copies of
+        """The manifests of ours. In a folder, where their shards are there too, they and the copies of
         tokenizers are no inputs.
         """
-        manifests = set()
-        for path in list(self.entries) if self.paths is not None else ():
-            dataset = dataset_of_tokenizer(path)
-            if dataset is not None:
-                self.copies.setdefault(dataset + MANIFEST, []).append(path)
+        paths = dict.fromkeys(path for path in self.entries if path.endswith(MANIFEST))
+        if self.paths is not None:
+            for path in [path for path in self.entries if dataset_of_tokenizer(path)]:
+                manifest = f"{dataset_of_tokenizer(path)}{MANIFEST}"
+                self.copies.setdefault(manifest, []).append(path)
                 del self.entries[path]
-        for path in [path for path in self.entries if path.endswith(MANIFEST)]:
-            if self._read_manifest(path):
+            # options may have left out those of shards with a mark
+            owners = map(dataset_of_marked, map(_shard_of, self.entries))
+            paths |= dict.fromkeys(owner + MANIFEST for owner in owners if owner)
+        manifests = set()
+        for path in paths:
+            data = self.place.read(path) if self._entry_of(path) else b""
+            if MANIFEST_FORMAT.encode() not in data[:200]:
+                continue
+            # the reader of a damaged one will say so
+            with suppress(ValueError, TypeError, KeyError):
+                shards: Any = parse_json(data)["shards"]
+                names = [_joined(os.path.dirname(path), str(shard["name"])) for shard in shards]
+                self.manifest_of |= dict.fromkeys(names, path)
+            if path in self.entries:
                 manifests.add(path)
                 if self.paths is not None:
                     del self.entries[path]
         return manifests
-
-    def _read_manifest(self, path: str) -> bool:
-        """Note the shards that a manifest lists; False: it is of another program."""
-        data = self.place.read(path)
-        if MANIFEST_FORMAT.encode() not in data[:200]:
-            return False
-        with suppress(ValueError, TypeError, KeyError):  # its reader will say that it is damaged
-            shards: Any = parse_json(data)["shards"]
-            names = [_joined(os.path.dirname(path), str(shard["name"])) for shard in shards]
-            self.manifest_of |= dict.fromkeys(names, path)
-        return True
 
     def _pairs(self, manifests: set[str]) -> list[Input]:
         """Each .idx with its tokens, and what belongs to them. manifests: those that no input has yet."""
@@ -846,7 +839,9 @@ class _Group:
         pairs = []
         for shard, files in files_of.items():
             index = self._entry_of(f"{shard}.idx")
-            if self._is_unlisted(shard):
+            is_listed = not dataset_of_marked(shard) or shard in self.manifest_of
+            if self.paths is not None and not is_listed:
+                # of a conversion that was killed, or of a dataset that was replaced
                 self._leave_out("shards that no manifest lists", *files)
             elif index is None:
                 continue
@@ -855,19 +850,6 @@ class _Group:
             for path in files:
                 del self.entries[path]
         return pairs
-
-    def _is_unlisted(self, shard: str) -> bool:
-        """Whether a shard has the mark of a conversion, and no manifest lists it: that was killed, or
-        its dataset was replaced.
-        """
-        owner = dataset_of_marked(shard)
-        if self.paths is None or owner is None or shard in self.manifest_of:
-            return False
-        if owner not in self.owners:
-            self.owners.add(owner)
-            if self._entry_of(owner + MANIFEST) is not None:  # options may have left it out
-                self._read_manifest(owner + MANIFEST)
-        return shard not in self.manifest_of
 
     def _pair(self, shard: str, index: Entry, files: list[str], manifests: set[str]) -> Input:
         there = [self._entry_of(shard + suffix) for suffix in SUFFIXES.values()]
@@ -892,6 +874,12 @@ class _Group:
             parts=tuple(parts),
             manifest=manifest,
         )
+
+
+def _ending(path: str) -> str:
+    """The last suffix of a name, or all of one without a suffix."""
+    name = os.path.basename(path)
+    return os.path.splitext(name)[1] or name
 
 
 def _shard_of(path: str) -> str:
