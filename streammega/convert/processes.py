@@ -48,12 +48,24 @@ PR_SET_PDEATHSIG = 1
 """The option of Linux's prctl for the signal that a process gets when its parent ends."""
 
 
+class Step(NamedTuple):
+    """Bytes and tokens of some work."""
+
+    size: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Step) -> Step:  # type: ignore[override]
+        return Step(self.size + other.size, self.tokens + other.tokens)
+
+    def __sub__(self, other: Step) -> Step:
+        return Step(max(0, self.size - other.size), max(0, self.tokens - other.tokens))
+
+
 class Done(NamedTuple):
-    """What a process has done: the result, and the bytes and tokens of it."""
+    """The result of a number, and how much it was."""
 
     result: Any
-    size: int
-    tokens: int
+    step: Step = Step()
 
 
 class Death(NamedTuple):
@@ -96,14 +108,15 @@ def run_in_processes(
     library_threads: int = 1,
     may_leave_out: bool = False,
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of each as it is done; its progress is reported then.
+    """(number, result) of each as it is done.
 
     library_threads: of the tokenizers library, over all processes. may_leave_out: whether what ends
     its process twice is left out, where it is known. Raises what the work raises, and ConvertError
     for other work that ends its process twice, and where memory may be the reason.
     """
     died: dict[int, Death] = {}
-    for number, outcome in _attempt(work, numbers, processes, progress, library_threads, {}):
+    told: dict[int, Step] = {}
+    for number, outcome in _attempt(work, numbers, processes, progress, told, library_threads, {}):
         if isinstance(outcome, Death):
             log.warning("a worker was killed; what it was doing is done again at the end, alone")
             died[number] = outcome
@@ -113,7 +126,7 @@ def run_in_processes(
         tried = {death.place}
         fatal: dict[Place, str] = {}
         while True:
-            [(_, outcome)] = _attempt(work, [number], 1, progress, library_threads, fatal)
+            [(_, outcome)] = _attempt(work, [number], 1, progress, told, library_threads, fatal)
             if not isinstance(outcome, Death):
                 yield number, outcome
                 break
@@ -131,12 +144,14 @@ def _attempt(
     numbers: Sequence[int],
     processes: int,
     progress: Progress,
+    told: dict[int, Step],
     library_threads: int,
     fatal: Mapping[Place, str],
 ) -> Iterator[tuple[int, Any]]:
     """(number, result or Death) of each. A process does one number at a time.
 
-    fatal: what is left out, and why.
+    told: how much of each was reported as progress: what is done again is not reported again. fatal:
+    what is left out, and why.
     """
     processes = min(processes, len(numbers))
     setup = (work, max(1, library_threads // processes), fatal)
@@ -159,6 +174,12 @@ def _attempt(
                     child.send(sys.path, setup, child.number)
                 elif isinstance(answer, Place):
                     child.place = answer
+                elif isinstance(answer, Step):
+                    child.done += answer
+                    ahead = child.done - told.get(child.number, Step())
+                    told[child.number] = told.get(child.number, Step()) + ahead
+                    progress(*ahead)
+                    child.send(None)  # it goes on when that is reported, as a thread does
                 elif isinstance(answer, Exception):
                     raise answer
                 elif isinstance(answer, Death):
@@ -173,7 +194,6 @@ def _attempt(
                     else:
                         child.end()
                         del children[pipe]
-                    progress(answer.size, answer.tokens)
                     yield number, answer.result
     finally:
         for child in children.values():
@@ -186,6 +206,7 @@ class _Child:
     def __init__(self, number: int) -> None:
         self.number = number
         self.place: Place | None = None
+        self.done = Step()
         self.pipe, its_end = Pipe()
         with its_end:
             handle = its_end.fileno()
@@ -223,6 +244,7 @@ class _Child:
         """Give it the next number."""
         self.number = number
         self.place = None
+        self.done = Step()
         self.send(number)
 
     def end(self) -> None:
@@ -252,10 +274,16 @@ def serve(pipe: Connection) -> None:
         return
     native_reads.tell = pipe.send
     set_library_threads(threads)
+
+    def report(size: int, tokens: int) -> None:
+        """Report progress, and wait until that is done."""
+        pipe.send(Step(size, tokens))
+        pipe.recv()
+
     while True:
         number = pipe.recv()
         try:
-            answer: Any = do_counted(work, number)
+            answer: Any = Done(work(number, report))
         except Exception as error:
             # Those of libraries may not survive the way.
             answer = error
@@ -268,15 +296,13 @@ def serve(pipe: Connection) -> None:
 
 def do_counted(work: Work, number: int) -> Done:
     """Do the work of a number, where progress cannot be reported meanwhile."""
-    bytes_done = 0
-    tokens_done = 0
+    step = Step()
 
     def count(size: int, tokens: int) -> None:
-        nonlocal bytes_done, tokens_done
-        bytes_done += size
-        tokens_done += tokens
+        nonlocal step
+        step += Step(size, tokens)
 
-    return Done(work(number, count), bytes_done, tokens_done)
+    return Done(work(number, count), step)
 
 
 def set_library_threads(threads: int) -> None:

@@ -228,9 +228,9 @@ def _run_on_ray(
                 done, _ = ray.wait(list(running), num_returns=1)
                 (reference,) = done
                 number = running.pop(reference)
-                result, size, tokens = _get(ray, reference)
-                progress(size, tokens)
-                yield number, result
+                done_there: Done = _get(ray, reference)
+                progress(*done_there.step)
+                yield number, done_there.result
         finally:
             # On a cluster that was there before they would go on.
             for reference in running:

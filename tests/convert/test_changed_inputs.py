@@ -31,6 +31,7 @@ from streammega.dataset.verify import verify
 from streammega.errors import ConvertError, ObjectChangedError
 from tests.convert.test_publishing import Killed, killed_before
 from tests.support.builders import jsonl, stored_texts, tar_bytes, write_dataset
+from tests.support.process_programs import run_unit_in_small_batches
 from tests.support.servers import http_server
 from tools.bench.object_server import running
 
@@ -204,7 +205,7 @@ OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streammega.convert.job.MAX_UNIT_BYTES", 400)
-    monkeypatch.setattr("streammega.convert.write.segments.BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr("streammega.convert.conversion.run_unit", run_unit_in_small_batches)
 
 
 @pytest.mark.guarantee("input-changes")

@@ -221,7 +221,7 @@ def write_inputs(root: Path) -> dict[str, str]:
     pq.write_table(table, root / "b.parquet", row_group_size=7)
     values = []
     for number in range(1, 5):
-        where = f"{root}/c.json:{number + 1}"
+        where = f"{root}/c.json:{number}"
         expected[where] = str(number)
         values.append(json.dumps({"id": number, "text": text_of(where)}))
     (root / "c.json").write_text("[\n" + ",\n".join(values) + "\n]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streammega.convert.job import Job, UnitRecord
 from streammega.convert.read.source import Place, native_reads
-from streammega.convert.write.segments import run_unit
+from streammega.convert.write import segments
 from streammega.storage.progress import Progress
 
 
@@ -49,4 +49,13 @@ def run_unit_or_die(
             end()
 
     native_reads.tell = tell_and_die
-    return run_unit(job, number, progress)
+    return segments.run_unit(job, number, progress)
+
+
+def run_unit_in_small_batches(job: Job, number: int, progress: Progress) -> UnitRecord:
+    """Progress is reported after a few documents."""
+    segments.BATCH_DOCUMENTS = 5
+    try:
+        return segments.run_unit(job, number, progress)
+    finally:
+        segments.BATCH_DOCUMENTS = 4096
