@@ -49,7 +49,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Step(NamedTuple):
-    """Bytes and tokens of some work."""
+    """Bytes and tokens of some work. A difference is not below zero."""
 
     size: int = 0
     tokens: int = 0
@@ -115,8 +115,10 @@ def run_in_processes(
     for other work that ends its process twice, and where memory may be the reason.
     """
     died: dict[int, Death] = {}
-    told: dict[int, Step] = {}
-    for number, outcome in _attempt(work, numbers, processes, progress, told, library_threads, {}):
+    reported: dict[int, Step] = {}
+    for number, outcome in _attempt(
+        work, numbers, processes, progress, reported, library_threads, {}
+    ):
         if isinstance(outcome, Death):
             log.warning("a worker was killed; what it was doing is done again at the end, alone")
             died[number] = outcome
@@ -126,7 +128,7 @@ def run_in_processes(
         tried = {death.place}
         fatal: dict[Place, str] = {}
         while True:
-            [(_, outcome)] = _attempt(work, [number], 1, progress, told, library_threads, fatal)
+            [(_, outcome)] = _attempt(work, [number], 1, progress, reported, library_threads, fatal)
             if not isinstance(outcome, Death):
                 yield number, outcome
                 break
@@ -144,13 +146,13 @@ def _attempt(
     numbers: Sequence[int],
     processes: int,
     progress: Progress,
-    told: dict[int, Step],
+    reported: dict[int, Step],
     library_threads: int,
     fatal: Mapping[Place, str],
 ) -> Iterator[tuple[int, Any]]:
     """(number, result or Death) of each. A process does one number at a time.
 
-    told: how much of each was reported as progress: what is done again is not reported again. fatal:
+    reported: how much progress of each was reported, for what is done again is not reported again. fatal:
     what is left out, and why.
     """
     processes = min(processes, len(numbers))
@@ -176,8 +178,9 @@ def _attempt(
                     child.place = answer
                 elif isinstance(answer, Step):
                     child.done += answer
-                    ahead = child.done - told.get(child.number, Step())
-                    told[child.number] = told.get(child.number, Step()) + ahead
+                    before = reported.get(child.number, Step())
+                    ahead = child.done - before
+                    reported[child.number] = before + ahead
                     progress(*ahead)
                     child.send(None)  # it goes on when that is reported, as a thread does
                 elif isinstance(answer, Exception):
