@@ -4,6 +4,7 @@ alike.
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,15 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streammega import IndexedDataset
+from streammega import IndexedDataset, StorageConfig
+from streammega.convert.documents import RawDocument
+from streammega.convert.options import ConvertOptions
 from streammega.convert.read.fields import MISSING, texts_at, value_at
+from streammega.convert.read.formats import read_slice
+from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.convert.read.tables import token_lists
 from streammega.errors import ConvertError
 from tests.support.builders import (
@@ -246,3 +253,66 @@ def test_names_of_a_key_are_looked_for_in_each_record(tmp_path: Path) -> None:
         out = tmp_path / key.replace(",", "")
         convert_bytes(out, path, text_key=key, on_error="skip")
         assert stored_texts(out) == wanted
+
+
+TYPES = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
+    "dictionary": pa.dictionary(pa.int32(), pa.string()),
+    "struct": pa.struct([("text", pa.string()), ("other", pa.int64())]),
+    "list": pa.list_(pa.string()),
+}
+letters = st.text(st.sampled_from('a",;\n\r é漢\t'), max_size=12)
+cells = letters.map(lambda text: text.replace("\r", ""))  # the module leaves one without quotes
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "struct": st.fixed_dictionaries({"text": st.none() | letters, "other": st.integers(0, 9)}),
+    "list": st.lists(st.none() | letters, max_size=3),
+}
+
+
+def fields_of(path: Path, form: str) -> list[Any]:
+    piece = Slice(input=Input(path=str(path), format=form, size=1, etag=""))
+    read = read_slice(piece, ConvertOptions(), StorageConfig(), Skipped())
+    return [document.fields for document in read if isinstance(document, RawDocument)]
+
+
+@pytest.mark.guarantee("same-documents-form")
+@given(data=st.data(), kind=st.sampled_from(sorted(TYPES)), chunk=st.integers(1, 9))
+def test_rows_of_tables_are_those_that_pyarrow_reads(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str, chunk: int
+) -> None:
+    folder = tmp_path_factory.mktemp("tables")
+    values = data.draw(st.lists(st.none() | VALUES.get(kind, letters), max_size=20))
+    column = pa.array(values, pa.string() if kind in ("dictionary", "string_view") else TYPES[kind])
+    made = pa.table({"id": range(len(values)), "text": column.cast(TYPES[kind])})
+    options = {"compression": data.draw(st.sampled_from(["none", "zstd", "snappy", "gzip"]))}
+    pq.write_table(made, folder / "a.parquet", row_group_size=chunk, **options)
+    expected = pq.read_table(folder / "a.parquet", columns=["text"]).to_pylist()
+    assert fields_of(folder / "a.parquet", "parquet") == expected
+    for new in (pa.ipc.new_file, pa.ipc.new_stream):
+        with new(folder / "a.arrow", made.schema) as writer:
+            writer.write_table(made, max_chunksize=chunk)
+        assert fields_of(folder / "a.arrow", "arrow") == expected
+
+
+@pytest.mark.guarantee("same-documents-form")
+@given(
+    rows=st.lists(st.tuples(cells, cells), max_size=9),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    ending=st.sampled_from(["\n", "\r\n"]),
+)
+def test_rows_of_csv_are_those_that_the_csv_module_reads(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, str]],
+    quoting: Any,
+    ending: str,
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=quoting, lineterminator=ending).writerows([("id", "text"), *rows])
+    with open(path, newline="", encoding="utf-8") as file:
+        expected = [
+            {name: cell or None for name, cell in row.items()} for row in csv.DictReader(file)
+        ]
+    assert fields_of(path, "csv") == expected
