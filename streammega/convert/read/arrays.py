@@ -36,56 +36,40 @@ UPPER_HALVES = 16
 
 def read_raw(source: Source) -> Iterator[Tokens]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
+    path = source.path
     with source.open() as file:
         head = file.read(LLMC_HEADER_BYTES)
-        header = _llmc_header(head, source.path)
-        if header is not None:
-            chunks = _token_chunks(file, b"", *header, source.path)
-        else:
-            _check_width(head, source.path)
-            chunks = _token_chunks(file, head, RAW_DTYPE, None, source.path)
-        yield from _split_at_eod(chunks, source)
+        dtype, expected = _raw_layout(head, path)
+        begun = head if expected is None else b""
+        yield from _split_at_eod(_token_chunks(file, begun, dtype, expected, path), source)
 
 
-def _llmc_header(head: bytes, path: str) -> tuple[np.dtype[Any], int] | None:
-    """The dtype and the number of tokens that llm.c's header says; None: the file begins with
-    tokens.
+def _raw_layout(head: bytes, path: str) -> tuple[np.dtype[Any], int | None]:
+    """The dtype of a file's tokens, and how many there are by llm.c's header; None: the file begins
+    with tokens.
 
     The header is int32 words: a magic, a version, the number of tokens, and zeros. Raises
-    ConvertError for an unknown header.
+    ConvertError for an unknown header, and for ids of 32 bits that would be read as 16.
     """
-    if len(head) < LLMC_HEADER_BYTES:
-        return None
-    words = np.frombuffer(head, "<i4")
-    magic, version, num_tokens = words[:3].tolist()
-    dtype = LLMC_DTYPES.get((magic, version))
-    if dtype is None:
+    words = np.frombuffer(head, "<i4", len(head) // 4)
+    if len(head) == LLMC_HEADER_BYTES:
+        magic, version, num_tokens = words[:3].tolist()
+        if (magic, version) in LLMC_DTYPES:
+            return LLMC_DTYPES[magic, version], num_tokens
         if magic in LLMC_DATES and not words[3:].any():
             kinds = " or ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
             raise ConvertError(
                 f"{path}: begins with a header of llm.c, {magic} version {version}, which is not "
                 f"known; write it as {kinds}"
             )
-        return None
-    return dtype, num_tokens
-
-
-def _check_width(head: bytes, path: str) -> None:
-    """Raise ConvertError for ids of 32 bits that would be read as 16: every second number is then
-    the upper half of an id.
-    """
-    whole_ids = len(head) // 4
-    halves = np.frombuffer(head, "<u2", 2 * whole_ids)
-    lower = halves[::2]
-    upper = halves[1::2]
-    if len(lower) < MIN_WIDE:
-        return
-    if (upper < UPPER_HALVES).all() and (lower >= UPPER_HALVES).any():
+    lower, upper = words.view("<u2").reshape(-1, 2).T
+    if len(words) >= MIN_WIDE and (upper < UPPER_HALVES).all() and (lower >= UPPER_HALVES).any():
         raise ConvertError(
             f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, "
             f"perhaps of a Megatron dataset without its .idx; save them as .npy, which says so: "
             f"np.save(NAME, np.fromfile({path!r}, np.int32))"
         )
+    return RAW_DTYPE, None
 
 
 def read_npy(source: Source) -> Iterator[Tokens]:
