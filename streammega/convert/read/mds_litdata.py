@@ -21,7 +21,7 @@ from streammega.config.validate import parse_json
 from streammega.convert.documents import RawDocument, Tokens, one_per_document
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.arrays import RAW_DTYPE
-from streammega.convert.read.compression import decompress
+from streammega.convert.read.compression import PieceReader, decompress
 from streammega.convert.read.fields import MISSING, first_value
 from streammega.convert.read.source import Input, Slice, Source, unreadable
 from streammega.convert.read.tables import arrow_rows
@@ -32,14 +32,22 @@ from streammega.storage.file_system import open_file
 from streammega.storage.open import escapes_folder
 
 # The numbers by which litdata knows dtypes of integers: no others are token ids.
-LITDATA_TORCH = {
-    **{11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32"},
-    **{16: "int32", 17: "int64", 18: "int64", 20: "uint16"},
+LITDATA_DTYPES: dict[str, dict[int, str]] = {
+    "tensor": {
+        **{11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32"},
+        **{16: "int32", 17: "int64", 18: "int64", 20: "uint16"},
+    },
+    "numpy": dict(
+        enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
+    ),
 }
-LITDATA_NUMPY = dict(
-    enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
-)
-SUFFIX_OF_MDS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
+LITDATA_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "str": bytes.decode,
+    "text": bytes.decode,
+    "bytes": bytes,
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
+}
+SUFFIX_OF_MDS = {"none": "", "zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
 """How MDS calls compressions, and the suffixes of such files."""
 MDS_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
@@ -68,35 +76,21 @@ def _read_mds_shard(shard: dict[str, Any], source: Source) -> Iterator[RawDocume
             f"{source.path}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
             f"shards: name the files)"
         )
+    compression, _, _level = (shard.get("compression") or "none").partition(":")
     stored = shard.get("zip_data") or shard["raw_data"]
     path, data = _read(source, stored["basename"])
-    compression, _, _level = (shard.get("compression") or "none").partition(":")
-    if compression != "none":
-        suffix = SUFFIX_OF_MDS.get(compression)
-        if suffix is None:
-            raise ConvertError(
-                f"{path}: is compressed by {compression!r}, which is not read; decompress the "
-                f"shards first"
-            )
-        data = _decompress(data, suffix, path, source)
+    if compression not in SUFFIX_OF_MDS:
+        raise ConvertError(
+            f"{path}: is compressed by {compression!r}, which is not read; decompress the shards "
+            f"first"
+        )
+    data = _decompress(data, SUFFIX_OF_MDS[compression], path, source)
     names = shard["column_names"]
     decoders = [_mds_decoder(encoding, source.path) for encoding in shard["column_encodings"]]
     if len(set(names)) < len(names):
         raise ConvertError(f"{path}: has two columns of one name; write it again")
-
-    decode = partial(_mds_sample, names=names, decoders=decoders, sizes=shard["column_sizes"])
+    decode = partial(_record, names=names, decoders=decoders, sizes=shard["column_sizes"])
     yield from _documents(data, path, shard.get("samples"), decode, source)
-
-
-def _mds_sample(
-    item: bytes,
-    where: str,
-    names: Sequence[str],
-    decoders: Sequence[Callable[[bytes], Any] | None],
-    sizes: Sequence[int | None],
-) -> dict[str, Any]:
-    columns = zip(names, decoders, _values(item, sizes, where), strict=True)
-    return {name: decode(value) for name, decode, value in columns if decode is not None}
 
 
 def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
@@ -112,21 +106,20 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         raise ConvertError(
             f"{folder}: is compressed by {compression}, by {level}; whole chunks of zstd are read"
         )
-    formats: list[str] = config["data_format"]
+    decoders = [_litdata_decoder(data_format) for data_format in config["data_format"]]
+    sizes = [None] * len(decoders)
     flat = config.get("item_loader") == "TokensLoader"
     names = _litdata_names(config.get("data_spec"))
 
     def value_of(item: bytes, where: str) -> Any:
         if flat:
-            return _litdata_value(item, formats[0])
-        stored = _values(item, [None] * len(formats), where)
-        values = [_litdata_value(*pair) for pair in zip(stored, formats, strict=True)]
-        return dict(zip(names, values, strict=True)) if names else values[0]
+            return decoders[0](item)
+        record = _record(item, where, names or range(len(decoders)), decoders, sizes)
+        return record if names else record[0]
 
     def read_chunk(chunk: dict[str, Any]) -> Iterator[RawDocument | Tokens]:
         path, data = _read(source, chunk["filename"])
-        if compression:
-            data = _decompress(data, ".zst", path, source)
+        data = _decompress(data, ".zst" if compression else "", path, source)
         if data.endswith(LITDATA_ARROW):
             yield from _rows_of_chunk(data, path, source)
         else:
@@ -273,24 +266,39 @@ def _read(source: Source, name: str) -> tuple[str, bytes]:
 
 
 def _decompress(data: bytes, suffix: str, path: str, source: Source) -> bytes:
-    """A shard, up to where it is damaged, which is a fault. Raises ConvertError for one that becomes
-    larger than MAX_SHARD_BYTES and than a record may be.
+    """A shard, up to where it is damaged, which is a fault. suffix: of its compression; "": none.
+
+    Raises ConvertError for one that becomes larger than MAX_SHARD_BYTES and than a record may be.
     """
-    pieces = []
-    size = 0
+    if not suffix:
+        return data
     max_bytes = max(source.options.max_record_bytes, MAX_SHARD_BYTES)
+    file = PieceReader(decompress(io.BytesIO(data), suffix, path))
+    unpacked = b""
     try:
-        for piece in decompress(io.BytesIO(data), suffix, path):
-            pieces.append(piece)
-            size += len(piece)
-            if size > max_bytes:
-                raise ConvertError(
-                    f"{path}: its {len(data):,} bytes become more than {max_bytes:,}; raise "
-                    f"max_record_bytes (--max-record-bytes) if there is memory"
-                )
+        unpacked = file.read(max_bytes)
+        is_too_large = bool(file.read(1))  # or the error, which comes after all that was read
     except (EOFError, OSError) as error:
         source.fault("unreadable file", unreadable(path, error))
-    return b"".join(pieces)
+        return unpacked
+    if is_too_large:
+        raise ConvertError(
+            f"{path}: its {len(data):,} bytes become more than {max_bytes:,}; raise "
+            f"max_record_bytes (--max-record-bytes) if there is memory"
+        )
+    return unpacked
+
+
+def _record(
+    item: bytes,
+    where: str,
+    names: Sequence[Any],
+    decoders: Sequence[Callable[[bytes], Any] | None],
+    sizes: Sequence[int | None],
+) -> dict[Any, Any]:
+    """The values of an item by their names, but for those without a decoder."""
+    columns = zip(names, decoders, _values(item, sizes, where), strict=True)
+    return {name: decode(value) for name, decode, value in columns if decode is not None}
 
 
 def _values(item: bytes, fixed_sizes: Sequence[int | None], where: str) -> list[bytes]:
@@ -323,61 +331,58 @@ def _mds_decoder(encoding: str, folder: str) -> Callable[[bytes], Any] | None:
             f"{folder}: a column of ndarrays without a dtype; write it as ndarray:uint16"
         )
     fixed = [int(size) for size in shape.split(",")] if shape else None
-    return partial(_mds_array, dtype=np.dtype(dtype).newbyteorder("<"), fixed=fixed)
+    return partial(_mds_array, dtype=np.dtype(dtype), shape=fixed)
 
 
-def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: list[int] | None) -> Any:
+def _mds_array(data: bytes, dtype: np.dtype[Any], shape: list[int] | None) -> Any:
     """An array. Unless its shape is fixed, it begins with the shape: a byte for the number and the
     width of its dimensions, then the dimensions.
     """
-    if fixed is not None:
-        return _array(data, dtype, 0, fixed)
-    dimensions = data[0] >> 2
-    width = 1 << (data[0] & 3)
-    shape = np.frombuffer(data, f"<u{width}", dimensions, 1).tolist()
-    return _array(data, dtype, 1 + width * dimensions, shape)
+    start = 0
+    if shape is None:
+        dimensions = data[0] >> 2
+        width = 1 << (data[0] & 3)
+        shape = np.frombuffer(data, f"<u{width}", dimensions, 1).tolist()
+        start = 1 + width * dimensions
+    return _array(data, dtype, start, shape)
 
 
-def _array(data: bytes, dtype: np.dtype[Any], start: int, shape: Sequence[int]) -> Any:
-    """Raises ValueError where there are other values than the shape says."""
-    values = np.frombuffer(data, dtype, offset=start)
-    if len(values) != math.prod(shape):
+def _litdata_decoder(data_format: str) -> Callable[[bytes], Any]:
+    """How a value is decoded: to a text, a number, bytes or an array of integers; to None, if it is
+    anything else, a pickle too.
+    """
+    name, _, code = data_format.partition(":")
+    kind = name.removeprefix("no_header_")
+    if kind in LITDATA_DTYPES:
+        return partial(_litdata_array, kind=kind, code=None if name == kind else code)
+    return LITDATA_DECODERS.get(name, lambda _: None)
+
+
+def _litdata_array(data: bytes, kind: str, code: str | None) -> Any:
+    """An array, or None of another dtype. Unless the number of its dtype is fixed, that comes first,
+    how many dimensions there are, and the size of each.
+    """
+    if code is not None:
+        number, start, shape = int(code), 0, None
+    else:
+        number, dimensions = np.frombuffer(data, "<u4", 2).tolist()
+        shape = np.frombuffer(data, "<u4", dimensions, 2 * WORD_BYTES).tolist()
+        start = WORD_BYTES * (2 + dimensions)
+    dtype = LITDATA_DTYPES[kind].get(number)
+    return None if dtype is None else _array(data, np.dtype(dtype), start, shape)
+
+
+def _array(data: bytes, dtype: np.dtype[Any], start: int, shape: Sequence[int] | None) -> Any:
+    """Values up to the end. Raises ValueError where there are others than the shape says."""
+    values = np.frombuffer(data, dtype.newbyteorder("<"), offset=start)
+    if shape is not None and len(values) != math.prod(shape):
         raise ValueError(f"an array of shape {list(shape)} has {len(values)} values")
     return values
 
 
-def _litdata_value(data: bytes, data_format: str) -> Any:
-    """A text, a number, bytes or an array of integers; None of anything else, pickles too."""
-    name, _, number = data_format.partition(":")
-    if name in ("str", "text"):
-        return data.decode()
-    if name == "bytes":
-        return data
-    if name == "int":
-        return int.from_bytes(data, "little", signed=True)
-    if name in ("numpy", "tensor"):
-        # the number of a dtype, how many dimensions, and the size of each come first
-        code, dimensions = np.frombuffer(data, "<u4", 2).tolist()
-        start = WORD_BYTES * (2 + dimensions)
-        shape = np.frombuffer(data, "<u4", dimensions, 2 * WORD_BYTES).tolist()
-    elif name in ("no_header_numpy", "no_header_tensor"):
-        code, start, shape = int(number), 0, None
-    else:
-        return None
-    dtype = (LITDATA_NUMPY if name.endswith("numpy") else LITDATA_TORCH).get(code)
-    if dtype is None:
-        return None
-    little = np.dtype(dtype).newbyteorder("<")
-    if shape is None:
-        return np.frombuffer(data, little)
-    return _array(data, little, start, shape)
-
-
 def _litdata_names(spec: str | None) -> list[str]:
     """The keys of a flat dict, from its pytree description; none for a single value."""
-    if not spec:
-        return []
-    described: Any = parse_json(spec)
+    described: Any = parse_json(spec) if spec else None
     if not isinstance(described, list) or len(described) != 2:
         return []
     _protocol, tree = described  # as torch's treespec_dumps writes it
