@@ -71,15 +71,15 @@ def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
     """Members of samples, in order of appearance, as far as a message tells of them."""
     documents = 0
     samples_without = 0
-    with source.open() as file:
-        members = _regular_members(file, source)
+    with source.open() as file, _open_archive(file, path) as archive:
+        members = _regular_members(archive, source)
         # a member without a sample is a sample of its own
         for sample, group in itertools.groupby(
-            members, lambda one: _split(one[1].name)[0] or object()
+            members, lambda one: _split(one.name)[0] or object()
         ):
             names: list[str] = []
             taken: list[str] = []
-            for archive, entry in group:
+            for entry in group:
                 name = entry.name
                 member = _plain(_split(name)[1] or document_suffix(name))
                 names.append(name)
@@ -107,11 +107,9 @@ def read_tar(source: Source) -> Iterator[RawDocument | Tokens]:
     source.skipped.leave_out(reason, samples_without)
 
 
-def _regular_members(
-    file: Any, source: Source
-) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+def _regular_members(archive: Any, source: Source) -> Iterator[tarfile.TarInfo]:
     """The files of an archive; what else is in it is counted."""
-    for archive, member in _members(file, source.path):
+    for member in _members(archive, source.path):
         if member.issym() or member.islnk():
             source.skipped.add_member("links")
         elif not member.isreg():
@@ -124,7 +122,7 @@ def _regular_members(
         elif is_hidden_member(member.name):
             source.skipped.add_member("hidden")
         else:
-            yield archive, member
+            yield member
 
 
 class _Member(tarfile.TarInfo):
@@ -137,12 +135,8 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The members of an archive, up to its end. `tarfile` itself takes a damaged header, and the end
-    of the file, for the end of the archive.
-
-    Raises ConvertError for an archive that is damaged, cut short, or followed by something else.
-    """
+def _open_archive(file: Any, path: str) -> tarfile.TarFile:
+    """Raises ConvertError for an archive whose name does not say that it is compressed."""
     head = file.read(tarfile.BLOCKSIZE)
     compression = compression_of_bytes(head)
     if compression:
@@ -150,33 +144,41 @@ def _members(file: Any, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
             f"{path}: is compressed, and its name does not say so; rename it to .tar{compression}"
         )
     rest = iter(lambda: file.read(READ_BYTES), b"")
-    stream = PieceReader(itertools.chain([head], rest))
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
-        member = archive.firstmember
-        while member is not None:
-            yield archive, member
-            archive.fileobj.seek(archive.offset)
-            place = archive.offset
-            try:
-                member = _Member.fromtarfile(archive)
-            except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # an empty header
-                member = None
-            except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):  # type: ignore[attr-defined]
-                raise ConvertError(
-                    f"{path}: the archive has no end; it is cut short: copy it again"
-                ) from None
-            except tarfile.HeaderError as error:
-                raise ConvertError(
-                    f"{path}: the header at byte {place:,} is damaged ({error}), and nothing after "
-                    f"it can be read: copy it again"
-                ) from None
-        # what pads an archive is zeros, of any length
-        while data := archive.fileobj.read(READ_BYTES):
-            if data.strip(b"\0"):
-                raise ConvertError(
-                    f"{path}: goes on after its end; did a copy of it leave zeros, or is it several "
-                    f"archives?"
-                )
+    stream: Any = PieceReader(itertools.chain([head], rest))
+    return tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member)
+
+
+def _members(archive: Any, path: str) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive, up to its end. `tarfile` itself takes a damaged header, and the end
+    of the file, for the end of the archive.
+
+    Raises ConvertError for an archive that is damaged, cut short, or followed by something else.
+    """
+    member = archive.firstmember
+    while member is not None:
+        yield member
+        place = archive.offset
+        archive.fileobj.seek(place)
+        try:
+            member = _Member.fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # an empty header
+            break
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):  # type: ignore[attr-defined]
+            raise ConvertError(
+                f"{path}: the archive has no end; it is cut short: copy it again"
+            ) from None
+        except tarfile.HeaderError as error:
+            raise ConvertError(
+                f"{path}: the header at byte {place:,} is damaged ({error}), and nothing after it "
+                f"can be read: copy it again"
+            ) from None
+    # what pads an archive is zeros, of any length
+    while data := archive.fileobj.read(READ_BYTES):
+        if data.strip(b"\0"):
+            raise ConvertError(
+                f"{path}: goes on after its end; did a copy of it leave zeros, or is it several "
+                f"archives?"
+            )
 
 
 def _documents_of(
