@@ -36,10 +36,13 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from multiprocessing.connection import Connection
 pipe = Connection(int(sys.argv[1]))
-pipe.send(None)
-sys.path[:] = pipe.recv()
-from streammega.convert.processes import serve
-serve(pipe)
+try:
+    pipe.send(None)
+    sys.path[:] = pipe.recv()
+    from streammega.convert.processes import serve
+    serve(pipe)
+except (EOFError, BrokenPipeError, ConnectionResetError):
+    pass  # the parent has ended
 """
 """A process begins here and not with the user's script, so this needs no `if __name__ == "__main__"`
 and may be a notebook. Ctrl-C is for the parent, which ends its processes.
@@ -83,6 +86,11 @@ class Death(NamedTuple):
 
     def message(self) -> str:
         """What is said of the second one."""
+        if self.is_kill and self.place is None:
+            return (
+                "the system killed a worker twice, probably for its memory; use fewer --workers, or "
+                "less --shuffle-memory"
+            )
         what = "a worker" if self.place is None else str(self.place)
         if self.is_kill:
             return (

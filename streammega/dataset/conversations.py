@@ -54,7 +54,9 @@ class Message:
 def load_record(data: bytes, where: str) -> Any:
     """A JSON record. Raises FormatError that names where it came from."""
     try:
-        return parse_json(data)
+        # of bytes the json module would guess the encoding, which for one line is a guess too many
+        text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
+        return parse_json(text)
     except UnicodeDecodeError as error:
         raise not_utf8(where, error) from None
     except ValueError as error:

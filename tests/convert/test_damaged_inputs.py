@@ -37,7 +37,7 @@ from streammega.convert.read.compression import PieceReader, decompress, open_st
 from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.errors import ConfigError, ConvertError
-from tests.support.builders import stored_texts
+from tests.support.builders import convert_bytes, stored_texts
 
 LINES = [b'{"text": "%d %x"}\n' % (n, n * 7919 % 65521) for n in range(3000)]
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -846,3 +846,25 @@ def test_items_of_mds_that_are_not_what_they_say_are_refused(
     (tmp_path / "in" / "shard").write_bytes(head + item)
     with pytest.raises(ConvertError, match=rf"/in.*{message}"):
         convert_to(tmp_path, tmp_path / "in", on_error="stop")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(
+    "text", ['{"text": "a"}', '{"text": "a"}\n{"text": "b"}\n', '[{"text": "a"}]']
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_json_in_another_encoding_is_refused(
+    encoding: str, text: str, suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(text.encode(encoding))
+    expected = "byte order mark" if encoding in ("utf-16", "utf-32") else "a.json"
+    with pytest.raises(ConvertError, match=expected):
+        convert_bytes(tmp_path / "out", path)
+
+
+def test_csv_whose_lines_end_in_cr_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"text\ra\rb\r")
+    with pytest.raises(ConvertError, match="CR alone"):
+        convert_bytes(tmp_path / "out", path)

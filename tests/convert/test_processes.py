@@ -239,3 +239,24 @@ def test_a_script_needs_no_main_guard_and_its_folder_no_care(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert stored_texts(tmp_path / "web") == rows_of("in")
     assert (tmp_path / "tars.manifest.json").exists()
+
+
+def test_processes_whose_parent_was_killed_end_without_a_word(tmp_path: Path) -> None:
+    program = (
+        "import operator, os, signal, threading\n"
+        "from streammega.convert.options import ExecutionConfig\n"
+        "from streammega.convert.workers import run_parallel\n"
+        "threading.Timer(float(os.environ['AFTER']), os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "list(run_parallel(operator.is_, range(10**6), ExecutionConfig(workers=3), lambda *_: None))\n"
+    )
+    for after in ("0.05", "0.3", "1.0", "2.0"):
+        environment = os.environ | {"AFTER": after}
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert ended.returncode == -9
+        assert ended.stderr == ""

@@ -138,3 +138,31 @@ def test_a_copy_is_no_input(tmp_path: Path) -> None:
     assert item.path == f"{name}.idx"
     assert not skipped.counts
     assert any(part.endswith(".tokenizer") for part in item.parts)
+
+
+@pytest.mark.guarantee("tokenizer-copy")
+@pytest.mark.parametrize(
+    "output", ["a-00001-of-00002", "b-gen0123456789ab", "c.d", "e-00001-of-00001"]
+)
+@pytest.mark.parametrize("options", [{}, {"shard_bytes": 1}])
+def test_a_copy_is_there_by_every_name_of_a_dataset(
+    output: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, text = made(tmp_path)
+    copied = str(tmp_path / "out" / output)
+    (tmp_path / "out").mkdir()
+    convert(name, copied, workers=1, **options)
+    assert text in shown(
+        capsys, "cat", f"{copied}#0" if not options else f"{copied}.manifest.json#0"
+    )
+
+
+@pytest.mark.guarantee("tokenizer-copy")
+def test_a_copy_of_another_tokenizer_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _ = made(tmp_path)
+    (copy,) = tmp_path.glob("*.tokenizer")
+    copy.write_bytes(load_tokenizer(words(tmp_path, "all")).stored())
+    assert main(["cat", f"{name}#0"]) == 1
+    assert "the copy of its tokenizer 'words.json' is another one" in capsys.readouterr().err

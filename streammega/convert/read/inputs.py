@@ -184,7 +184,7 @@ def find_inputs(
     if left_out:
         raise ConvertError(
             f"strict (--strict): files are left out: {'; '.join(left_out)}; name what is not wanted "
-            f"by --exclude"
+            f"by --exclude, or take it by --include"
         )
     return files
 

@@ -222,10 +222,10 @@ def read_csv(source: Source) -> Iterator[RawDocument]:
                     source.fault("broken record", message)
                 line = lines.begin_row()
         except csv.Error as error:
-            message = (
-                f"{path}:{line}: broken CSV ({error}): is a quote missing? mend it, since what "
-                f"comes after it cannot be read"
-            )
+            reason = "is a quote missing? mend it, since what comes after it cannot be read"
+            if "new-line character" in str(error):
+                reason = "do its lines end in CR alone? write them with LF: tr '\\r' '\\n'"
+            message = f"{path}:{line}: broken CSV ({error}): {reason}"
             lost = 1 if options.on_error == "stop" else lines.count_from(line)
             source.fault("unreadable row", message, lost)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from streammega.config import StorageConfig
 from streammega.convert.tokenize.tokenizers import Tokenizer, load_stored, load_tokenizer
+from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.manifest import Manifest
-from streammega.dataset.names import dataset_of, tokenizer_name
+from streammega.dataset.names import dataset_of, tokenizer_name, without_number
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StorageError
 from streammega.storage.object_ops import read_if_exists
 
@@ -36,14 +37,7 @@ def tokenizer_of(
         names = ", ".join(map(str, labels))
         return None, f"it was made with several tokenizers ({names}); name one by --tokenizer"
     else:
-        try:
-            copy = stored_copy(label.digest, [shard.name for shard in manifest.shards[:1]], storage)
-            if not copy and not by_name:
-                return None, "there is no copy of its tokenizer; name it by --tokenizer"
-            model = load_stored(label.name, copy) if copy else load_tokenizer(label.name)
-        except (ObjectNotFoundError, ConvertError, ConfigError) as error:
-            reason = f"its tokenizer {label.name!r} cannot be loaded ({error})"
-            return None, f"{reason}; name it by --tokenizer"
+        return _made_by(label, [shard.name for shard in manifest.shards[:1]], storage, by_name)
     if label is not None and label.digest != model.digest:
         return model, (
             f"was made with {label.name!r}, and {model.name!r} is another tokenizer, or has other "
@@ -52,12 +46,38 @@ def tokenizer_of(
     return model, ""
 
 
-def stored_copy(digest: str, shards: Iterable[str], storage: StorageConfig) -> bytes:
+def _made_by(
+    label: TokenizerLabel, shards: Sequence[str], storage: StorageConfig, by_name: bool
+) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a label, as `tokenizer_of` gives it."""
+    copy = stored_copy(label.digest, shards, storage)
+    problem = "there is no copy of its tokenizer"
+    if copy:
+        try:
+            model = load_stored(label.name, copy)
+        except (ConvertError, ConfigError) as error:
+            problem = str(error)
+        else:
+            if model.digest == label.digest:
+                return model, ""
+            problem = f"the copy of its tokenizer {label.name!r} is another one"
+    if by_name:
+        try:
+            model = load_tokenizer(label.name)
+            other = f"was made with {label.name!r}, which is another tokenizer now, or has other settings"
+            return model, "" if model.digest == label.digest else f"{other}: the text may be wrong"
+        except (ObjectNotFoundError, ConvertError, ConfigError) as error:
+            problem += f", and its tokenizer {label.name!r} cannot be loaded ({error})"
+    return None, f"{problem}; name it by --tokenizer"
+
+
+def stored_copy(digest: str, shards: Sequence[str], storage: StorageConfig) -> bytes:
     """What is stored of the tokenizer of a digest next to shards; empty where none has a copy.
 
     shards: their prefixes. A copy that cannot be read counts as none: its name may do.
     """
-    for prefix in dict.fromkeys(map(dataset_of, shards)):
+    names = [name for shard in shards for name in (shard, without_number(shard), dataset_of(shard))]
+    for prefix in dict.fromkeys(names):
         try:
             copy = read_if_exists(tokenizer_name(prefix, digest), storage)
         except StorageError as error:
