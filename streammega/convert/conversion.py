@@ -293,7 +293,7 @@ class Conversion:
         digest = self.metadata["tokenizer"].get("digest", "")
         if self.tokenizer is not None:
             return self.tokenizer.stored() if digest else b""
-        names = [item.path.removesuffix(MANIFEST) for item in self.inputs]
+        names = [strip_suffix(item.path.removesuffix(MANIFEST)) for item in self.inputs]
         return stored_copy(digest, names, self.input_storage) if digest else b""
 
     def release(self) -> None:

@@ -80,6 +80,14 @@ def dataset_of(name: str) -> str:
     return dataset_of_marked(name) or without_number(strip_suffix(name))
 
 
+def datasets_of(prefix: str) -> list[str]:
+    """Prefixes that the dataset of a shard may have, for a dataset's own name may look like a shard's;
+    last the one that the shard's name tells.
+    """
+    names = (prefix, without_number(prefix), dataset_of_marked(prefix))
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
 def tokenizer_name(prefix: str, digest: str) -> str:
     """The name of a dataset's copy of its tokenizer. digest: that of the tokenizer, so that one which
     replaces the dataset has a copy of another name.

@@ -54,6 +54,7 @@ from streammega.dataset.names import (
     Kind,
     dataset_of,
     dataset_of_marked,
+    datasets_of,
     missing_shards,
     split_name,
     strip_suffix,
@@ -383,8 +384,8 @@ def _manifests_in_folder(
     """The manifests in a folder that may list some of its shards, by the prefixes of datasets."""
     datasets: dict[str, None] = {}
     for prefix in prefixes:
-        for dataset in (prefix, without_number(prefix), dataset_of_marked(prefix)):
-            if dataset is not None and dataset + MANIFEST in objects:
+        for dataset in datasets_of(prefix):
+            if dataset + MANIFEST in objects:
                 datasets[dataset] = None
     manifests = yield [partial(_manifest_or_none, name + MANIFEST, storage) for name in datasets]
     read = {name: _value(manifest) for name, manifest in zip(datasets, manifests, strict=True)}

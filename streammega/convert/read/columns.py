@@ -11,7 +11,7 @@ from streammega.convert.options import digest_of_json
 from streammega.convert.read.source import Input
 from streammega.dataset.columns import StoredColumn
 from streammega.dataset.manifest import Manifest, columns_at, read_manifest, shards_at
-from streammega.dataset.names import MANIFEST, dataset_of, strip_suffix
+from streammega.dataset.names import MANIFEST, datasets_of, strip_suffix
 from streammega.dataset.opening import open_manifests
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage.object_ops import read_if_exists
@@ -26,6 +26,7 @@ def with_columns(inputs: Sequence[Input], storage: StorageConfig) -> list[Input]
 
     @cache
     def read(url: str) -> Manifest | None:
+        """A manifest; None: there is none of ours."""
         try:
             return read_manifest(url, storage)
         except ObjectNotFoundError:
@@ -59,9 +60,9 @@ def _manifests_of(item: Input) -> list[str]:
     """The manifests that may list an input: that which was found, or those that its name tells of."""
     if item.path.endswith(MANIFEST):
         return [item.path]
-    shard = strip_suffix(item.path)
-    names = dict.fromkeys([shard, dataset_of(shard)])
-    return [item.manifest] if item.manifest else [name + MANIFEST for name in names]
+    if item.manifest:
+        return [item.manifest]
+    return [name + MANIFEST for name in datasets_of(strip_suffix(item.path))]
 
 
 def _part_of(manifest: Manifest, url: str, item: Input) -> Manifest | None:

@@ -566,6 +566,7 @@ def _keep_split(inputs: list[Input], wanted: str | None, skipped: SkippedFiles) 
     is_listed = any(item.split == wanted for item in inputs)
 
     def is_wanted(item: Input) -> bool:
+        """Whether an input is of the wanted split: by the list of its writer, else by its name."""
         if item.split and is_listed:
             return item.split == wanted
         name = item.split or _below(item.path, above)

@@ -118,6 +118,7 @@ def read_litdata(source: Source) -> Iterator[RawDocument | Tokens]:
         return record if names else record[0]
 
     def read_chunk(chunk: dict[str, Any]) -> Iterator[RawDocument | Tokens]:
+        """The documents of a chunk."""
         path, data = _read(source, chunk["filename"])
         data = _decompress(data, ".zst" if compression else "", path, source)
         if data.endswith(LITDATA_ARROW):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from streammega.config import StorageConfig
 from streammega.convert.tokenize.tokenizers import Tokenizer, load_stored, load_tokenizer
 from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.manifest import Manifest
-from streammega.dataset.names import dataset_of, tokenizer_name, without_number
+from streammega.dataset.names import datasets_of, tokenizer_name
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StorageError
 from streammega.storage.object_ops import read_if_exists
 
@@ -37,7 +38,11 @@ def tokenizer_of(
         names = ", ".join(map(str, labels))
         return None, f"it was made with several tokenizers ({names}); name one by --tokenizer"
     else:
-        return _made_by(label, [shard.name for shard in manifest.shards[:1]], storage, by_name)
+        prefixes = [shard.name for shard in manifest.shards[:1]]
+        made_by, problem = _made_by(label, prefixes, storage, by_name)
+        if made_by is None:
+            return None, problem
+        model = made_by
     if label is not None and label.digest != model.digest:
         return model, (
             f"was made with {label.name!r}, and {model.name!r} is another tokenizer, or has other "
@@ -49,7 +54,7 @@ def tokenizer_of(
 def _made_by(
     label: TokenizerLabel, shards: Sequence[str], storage: StorageConfig, by_name: bool
 ) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of a label, as `tokenizer_of` gives it."""
+    """(the tokenizer of a label by its copy, or else by its name; why there is none)."""
     copy = stored_copy(label.digest, shards, storage)
     problem = "there is no copy of its tokenizer"
     if copy:
@@ -63,9 +68,7 @@ def _made_by(
             problem = f"the copy of its tokenizer {label.name!r} is another one"
     if by_name:
         try:
-            model = load_tokenizer(label.name)
-            other = f"was made with {label.name!r}, which is another tokenizer now, or has other settings"
-            return model, "" if model.digest == label.digest else f"{other}: the text may be wrong"
+            return load_tokenizer(label.name), ""
         except (ObjectNotFoundError, ConvertError, ConfigError) as error:
             problem += f", and its tokenizer {label.name!r} cannot be loaded ({error})"
     return None, f"{problem}; name it by --tokenizer"
@@ -76,8 +79,7 @@ def stored_copy(digest: str, shards: Sequence[str], storage: StorageConfig) -> b
 
     shards: their prefixes. A copy that cannot be read counts as none: its name may do.
     """
-    names = [name for shard in shards for name in (shard, without_number(shard), dataset_of(shard))]
-    for prefix in dict.fromkeys(names):
+    for prefix in dict.fromkeys(chain.from_iterable(map(datasets_of, shards))):
         try:
             copy = read_if_exists(tokenizer_name(prefix, digest), storage)
         except StorageError as error:

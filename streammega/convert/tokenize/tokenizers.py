@@ -130,22 +130,19 @@ class Tokenizer(ABC):
         """What a post-processor adds before and after every text."""
         return [], []
 
+    @abstractmethod
     def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
         """Tokens of each text with their places, without what a post-processor adds; of a tokenizer
         that `parsing_special_tokens` made.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
         """The same tokenizer, which parses special tokens and adds nothing to texts.
 
         stand_ins: what is parsed in place of each special token; by their own spellings they are
         text then. Raises ConfigError for a tokenizer whose special tokens are not known.
         """
-        raise ConfigError(
-            f"{self.name}: a SentencePiece model does not say what a chat template's special tokens "
-            f"are; use its tokenizer.json"
-        )
 
 
 def load_tokenizer(
@@ -398,6 +395,17 @@ class SentencePieceTokenizer(Tokenizer):
         """One thread: the processes are the parallelism. Without lists, an eighth of the size."""
         ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, return_type="numpy")
         return ids
+
+    def encode_with_spans(self, texts: list[str]) -> list[TokenSpans]:
+        """Raises ConfigError, as none of its kind parses special tokens."""
+        return self.parsing_special_tokens().encode_with_spans(texts)
+
+    def parsing_special_tokens(self, stand_ins: dict[str, str] | None = None) -> Tokenizer:
+        """Raises ConfigError."""
+        raise ConfigError(
+            f"{self.name}: a SentencePiece model does not say what a chat template's special tokens "
+            f"are; use its tokenizer.json"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""

@@ -39,10 +39,10 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     keys are the store's.
 
     Those are shards with a mark (see `publish`), tokens of numbered shards without an `.idx`, columns,
-    pieces of columns that are being written, copies of tokenizers, temporary files of writers, and the probe of a
-    conversion. Plain pairs are no leftovers, for they
-    may be a dataset without a manifest, nor is a lone file of the dataset's name, which may be an
-    input. But where the manifest lists shards with a mark, these have replaced a pair of its name.
+    pieces of columns that are being written, copies of tokenizers, temporary files of writers, and
+    the probe of a conversion. Plain pairs are no leftovers, for they may be a dataset without a
+    manifest, nor is a lone file of the dataset's name, which may be an input. But where the manifest
+    lists shards with a mark, these have replaced a pair of its name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """

@@ -15,7 +15,7 @@ from streammega.convert.tokenize.chat import find_template
 from streammega.convert.tokenize.tokenizers import Tokenizer, resolve_eod
 from streammega.dataset.labels import TokenizerLabel, list_names, mixed_tokenizers
 from streammega.dataset.manifest import Manifest, read_manifest
-from streammega.dataset.names import MANIFEST, dataset_of, strip_suffix
+from streammega.dataset.names import MANIFEST, datasets_of, strip_suffix
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.errors.logs import get_logger
 
@@ -134,8 +134,7 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
         # An input is a dataset itself, or a shard of the set that its name tells.
         candidates = [item.path.removesuffix(MANIFEST)]
         if not item.path.endswith(MANIFEST):
-            shard = strip_suffix(item.path)
-            candidates = list(dict.fromkeys([shard, dataset_of(shard)]))
+            candidates = datasets_of(strip_suffix(item.path))
         if any(manifests.get(name) is not None for name in candidates):
             continue
         # Where none of them has a manifest, the dataset is the last: it has all shards of a set.
