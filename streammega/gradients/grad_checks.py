@@ -2,19 +2,17 @@
 step is reduced.
 
 The host reads the results once a step. Reading them for every bucket would drain the launch queue of a
-device each time. The scale of fp16 losses follows from gradients that overflow.
+device each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from streammega.errors import GradientError
 from streammega.gradients.buffers import GradBucket
 
 ALL_FINITE = 2**62
@@ -94,67 +92,3 @@ class Report:
             names = [slot.name for slot in self._buckets[number].slots]
             parameters = f", of {' to '.join(dict.fromkeys([names[0], names[-1]]))},"
         return f"rank {rank}: a gradient of bucket {number}{parameters} is not finite; {MEND}"
-
-
-class LossScale:
-    """The factor that keeps fp16 gradients from vanishing: it doubles after `interval` good steps, and
-    halves after one whose gradients overflow.
-
-    Multiply the loss by `value`. After the reduction `unscale` returns whether to step, the same on
-    all ranks.
-    """
-
-    def __init__(
-        self, value: float = 2.0**16, interval: int = 1000, min_value: float = 1.0
-    ) -> None:
-        self.value = value
-        self.interval = interval
-        self.min_value = min_value
-        self.good = 0
-
-    def unscale(
-        self, grads: Sequence[Tensor], device: torch.device, divided_by: float = 1.0
-    ) -> bool:
-        """Divide the gradients by the scale. If they are not finite on some rank, make the scale smaller
-        instead, and return False.
-
-        grads: this rank's parts. device: of the gradients. divided_by: a divisor of the loss, which
-        keeps a sum over many tokens within fp16.
-
-        Raises GradientError where they are not finite at the smallest scale.
-        """
-        bad = torch.zeros((), device=device)
-        # Not the 2-norm, whose squares may overflow. torch has no largest element of an empty tensor.
-        largest = [
-            torch.linalg.vector_norm(grad, torch.inf).float() for grad in grads if grad.numel()
-        ]
-        if largest:
-            bad = (~torch.stack(largest).isfinite()).any().float()
-        # over all ranks of the world: they have one scale, so all of them step, or none
-        if dist.is_initialized():
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if bad:
-            if self.value <= self.min_value:
-                raise GradientError(
-                    f"gradients are not finite at the least loss scale, {self.min_value:g}: the run has "
-                    f"diverged; resume from the last checkpoint with a lower learning rate"
-                )
-            self.value = max(self.value / 2, self.min_value)
-            self.good = 0
-            return False
-        if grads:
-            torch._foreach_mul_(list(grads), divided_by / self.value)
-        self.good += 1
-        if self.good == self.interval:
-            self.value *= 2
-            self.good = 0
-        return True
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resume needs."""
-        return {"value": self.value, "good": self.good}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved scale."""
-        self.value = float(state["value"])
-        self.good = int(state["good"])

@@ -2,12 +2,12 @@
 
 One step, from its start to its line in the log:
 
-    program           reads the run's file (config/), starts the ranks (devices), makes a Trainer
-    trainer           Trainer.run: step after step; Trainer.train_step: one of them;
-                      Trainer.evaluate_all: the valid split, and validation sets
+    program           reads the run's file (config), starts the ranks (devices), makes a Trainer
+    trainer           Trainer.run: step after step; Trainer.train_step: one of them, with the sums over
+                      ranks; Trainer.evaluate_all: the valid split, and validation sets
     parallel_model    forward and backward of its micro-batches, sums of gradients, their norm
-    inputs, losses    what a stage is given of a micro-batch; the loss, and the sums over ranks
-    optimizer         AdamW, and the learning rate of the step
+    inputs, losses    what a stage is given of a micro-batch; its loss
+    optimizer         AdamW, the learning rate of the step, the scale of fp16 losses
     checkpoints/      saves in the background, and resumes
     run_log           metrics.jsonl, the line in the log
 

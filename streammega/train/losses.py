@@ -1,26 +1,14 @@
-"""The loss of a step: sums over unmasked tokens, by sample, and the totals over all ranks.
-
-The totals are one small collective a step, since each collective waits for the slowest rank. They have
-the losses of the global batch, and everything that ends a run: so all ranks end after the same step.
-"""
+"""The loss of a micro-batch: sums over unmasked tokens, by sample, also where ranks divide the vocabulary."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
-
-from streammega.loading.source_losses import add_losses_by_source
-from streammega.parallel import Ranks
-from streammega.parallel.groups import WORLD
 
 IGNORED = -100
 """The label of positions without loss."""
@@ -73,84 +61,6 @@ class StepLosses:
             none = torch.zeros(0, device=device)
             return Losses(none, none)
         return Losses(torch.cat(self._loss), torch.cat(self._tokens))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """The totals of one step, the same on all ranks.
-
-    stop_signal: a signal that asks some rank to end the run; SIGINT if any rank has received one.
-    failed_save: whether a save has failed on some rank. loss: the mean over unmasked tokens of the
-    global batch. loss_of_source: the same for each dataset of a blend that has such tokens.
-    """
-
-    stop_signal: signal.Signals | None
-    failed_save: bool
-    loss: float
-    loss_of_source: dict[str, float]
-
-
-def add_over_ranks(
-    stop_signal: signal.Signals | None,
-    failed_save: bool,
-    losses: Losses | None,
-    source_of_sample: NDArray[np.int64] | None,
-    sources: Sequence[str],
-    ranks: Ranks,
-    device: torch.device,
-) -> StepTotals:
-    """Collective over all ranks.
-
-    Args:
-        stop_signal: the signal that asks this rank to stop.
-        failed_save: whether a save has failed here.
-        losses: of the samples of this rank; None where another rank counts them.
-        source_of_sample: int64 [samples], the index in `sources` of each; None: not by source.
-        sources: names of the datasets of the blend.
-        ranks: of the run.
-        device: of the collective.
-    """
-    num_sources = len(sources)
-    sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
-    sizes = [3, 2, 2 * num_sources]
-    flags, loss_and_tokens, by_source = torch.split(sums, sizes)
-    flags[0] = stop_signal is not None
-    flags[1] = stop_signal == signal.SIGINT
-    flags[2] = failed_save
-    if losses is not None:
-        loss = losses.loss.double().cpu()
-        tokens = losses.tokens.double().cpu()
-        loss_and_tokens[0] = loss.sum()
-        loss_and_tokens[1] = tokens.sum()
-        if source_of_sample is not None:
-            # The mean of each sample, which weighs as much as it has tokens.
-            add_losses_by_source(
-                by_source.view(num_sources, 2),
-                torch.from_numpy(source_of_sample),
-                (loss / tokens)[:, None],
-                tokens[:, None],
-            )
-    sums = sums.to(device)
-    ranks.all_reduce(sums, WORLD)
-    flags, loss_and_tokens, by_source = torch.split(sums.cpu(), sizes)
-    num_stops, num_interrupts, num_failed_saves = flags.tolist()
-    stop_signal = None
-    if num_stops:
-        stop_signal = signal.SIGINT if num_interrupts else signal.SIGTERM
-    loss_sum, token_sum = loss_and_tokens.tolist()
-    means = {
-        name: source_loss / source_tokens
-        for name, (source_loss, source_tokens) in zip(
-            sources, by_source.view(num_sources, 2).tolist(), strict=True
-        )
-        if source_tokens
-    }
-    return StepTotals(
-        stop_signal=stop_signal,
-        failed_save=num_failed_saves > 0,
-        loss=loss_sum / max(token_sum, 1.0),
-        loss_of_source=means if num_sources > 1 else {},
-    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The trainer: `Trainer.run` is the loop, and `train_step` one step of it, on any layout of ranks.
+"""The loop. `Trainer.run` is all of it, and `Trainer.train_step` one step, on any layout of ranks.
 
 The order of a step, and why:
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from streammega.config.validate import finite
 from streammega.errors import ConfigError, GradientError, StateError, StorageError
 from streammega.errors.logs import get_logger
-from streammega.gradients.grad_checks import LossScale
+from streammega.loading.source_losses import add_losses_by_source
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.groups import WORLD
 from streammega.parallel.layout import DIMENSIONS, ParallelLayout
@@ -47,8 +47,8 @@ from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, hash_over_ranks, settings_of
 from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
-from streammega.train.losses import Losses, StepTotals, add_over_ranks
-from streammega.train.optimizer import learning_rate
+from streammega.train.losses import Losses
+from streammega.train.optimizer import LossScale, learning_rate
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog
 from streammega.train.signals import StopRequests, Terminated
@@ -74,6 +74,19 @@ class DataEnded(ConfigError):
     """There is no further global batch, though the run has steps left."""
 
 
+class StepTotals(NamedTuple):
+    """The totals of one step, the same on all ranks.
+
+    loss: the mean over unmasked tokens of the global batch. loss_of_source: the same for each dataset
+    of a blend that has such tokens. stop_signal: a signal that asks some rank to end the run; SIGINT if
+    any rank has received one.
+    """
+
+    loss: float
+    loss_of_source: dict[str, float]
+    stop_signal: signal.Signals | None
+
+
 class Trainer:
     """One run on one rank: model, optimizer, loader and position. `run` trains to the end.
 
@@ -87,31 +100,14 @@ class Trainer:
         train = config.train
         # First: cuBLAS reads its variable once, at the first product of matrices.
         set_numerics(train)
-        parallel = config.parallel
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        layout = ParallelLayout.of_world(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
-        check_layout(config, layout)
-        self.ranks = Ranks(layout, timedelta(seconds=train.collective_timeout))
+        self._make_ranks()
         self.stop_requests = StopRequests()
-        metrics_port = None
-        # Of a pipeline the last stage reads the same tokens again: they would count twice.
-        if self.ranks.at["tp"] == 0 and self.ranks.at["pp"] == 0:
-            metrics_port = metrics_port_of(train.metrics_port, process_info(os.environ))
-        # First: in some orders all ranks open together, and one of another order would not take part.
-        check_ranks_agree("settings or versions", settings_of(config), self.ranks, device)
-        self.loader = open_split(config, "train", self.ranks, metrics_port)
-        self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
-        # The identity of all samples, with the data of later phases: they are not compared again.
-        identity = json.dumps(self.loader.dataset.samples.identity(), sort_keys=True)
-        check_ranks_agree("data", identity, self.ranks, device)
-        self.sources = source_names(config.data)
+        self._open_data()
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()
+        self.scale = LossScale() if train.dtype == "float16" else None
         self.grad_sync = DeviceTimer(device)
         """Times how long this rank waits for the others until gradients are summed."""
-        self.scale = LossScale() if train.dtype == "float16" else None
-        if train.eval_iters and train.eval_interval:
-            self._check_valid_splits()
         self.checkpoints = Checkpointer(
             CheckpointStore.open(train.out_dir, config.data.storage),
             device,
@@ -119,122 +115,78 @@ class Trainer:
             train.collective_timeout,
         )
         self.step = 0
+        """Steps that are trained."""
         self.step_under_way = 0
         """The step that is trained now; 0 before the first."""
         self.saved_step = 0
         """The step of the last checkpoint that this run saved or resumed from."""
+        self.data_wait = 0.0
+        """Seconds in which this rank waited for the data of the step."""
+        self.kept_batches: list[Batch] = []
+        """With log_batch_hash the micro-batches of the step. Otherwise each is freed after its computation."""
         self.run_log: RunLog | None = None
         """On the first rank only."""
-        if self.ranks.rank != 0:
+        if self.ranks.rank == 0:
+            # After the checkpoints: they lock an out_dir on a disk, so no other job writes metrics there.
+            self.run_log = RunLog(
+                train.out_dir,
+                config.data.storage,
+                iters=train.train_iters,
+                log_interval=train.log_interval,
+            )
+            self._log_start(self.run_log)
+
+    def _make_ranks(self) -> None:
+        """The place of this rank in the layout, and its process groups."""
+        parallel = self.config.parallel
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        layout = ParallelLayout.of_world(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
+        check_layout(self.config, layout)
+        self.ranks = Ranks(layout, timedelta(seconds=self.config.train.collective_timeout))
+
+    def _open_data(self) -> None:
+        """The loader of this rank. What is evaluated is opened too, so that errors are found before
+        training and not after hours.
+        """
+        config, ranks, train = self.config, self.ranks, self.config.train
+        # First: in some orders all ranks open together, and one of another order would not take part.
+        check_ranks_agree("settings or versions", settings_of(config), ranks, self.device)
+        metrics_port = None
+        # Of a pipeline the last stage reads the same tokens again: they would count twice.
+        if ranks.at["tp"] == 0 and ranks.at["pp"] == 0:
+            metrics_port = metrics_port_of(train.metrics_port, process_info(os.environ))
+        self.loader = open_split(config, "train", ranks, metrics_port)
+        self.batches = RankBatches(self.loader, ranks, self.device, every_stage=config.every_stage)
+        # The identity of all samples, with the data of later phases: they are not compared again.
+        identity = json.dumps(self.loader.dataset.samples.identity(), sort_keys=True)
+        check_ranks_agree("data", identity, ranks, self.device)
+        self.sources = source_names(config.data)
+        self.evaluates = train.eval_iters > 0 and train.eval_interval > 0
+        if not self.evaluates:
             return
-        # After the checkpoints: they lock an out_dir on a disk, so no other job writes metrics there.
-        self.run_log = RunLog(
-            train.out_dir,
-            config.data.storage,
-            iters=train.train_iters,
-            log_interval=train.log_interval,
-        )
-        factor = read_factor(
-            layout, self.loader.dataset.config, every_stage=self.config.every_stage
-        )
+        runs = [*validation_sets(config).values(), *([config] if has_valid(config.data) else ())]
+        if not runs:
+            raise ConfigError(
+                f"train.eval_iters is {train.eval_iters}, and there is nothing to evaluate: "
+                f"data.split leaves nothing for valid, and there are no [validation] sets; give one, "
+                f"or set train.eval_iters to 0"
+            )
+        for run in runs:
+            open_split(run, "valid", ranks).close()
+
+    def _log_start(self, run_log: RunLog) -> None:
+        layout = self.ranks.layout
+        data = self.loader.dataset.config
+        factor = read_factor(layout, data, every_stage=self.config.every_stage)
         log.info(
             "ranks: %d (%s); each token is read %s, over all ranks",
             layout.world_size,
             ", ".join(f"{name} {getattr(layout, name)}" for name in DIMENSIONS),
             "once" if factor == 1 else f"{factor} times",
         )
-        log.info("losses and other figures of each step: %s", self.run_log.path)
+        log.info("losses and other figures of each step: %s", run_log.path)
         if self.loader.metrics_address is not None:
             log.info("metrics of rank 0: streammega top %s", self.loader.metrics_address)
-
-    def resume(self) -> None:
-        """Load the newest sound checkpoint of out_dir, or where there is none that of train.resume_from:
-        weights, optimizer, and the cursor.
-        """
-        train = self.config.train
-
-        def accept(position: dict[str, Any]) -> None:
-            # The shapes of tensors may be the same, for another number of heads for instance.
-            saved = position.get("model", {})
-            differences = [
-                f"model.{name}: the checkpoint has {saved.get(name)}, this run {size}"
-                for name, size in asdict(self.config.model).items()
-                if saved.get(name) != size
-            ]
-            if differences:
-                raise StateError(
-                    f"{'; '.join(differences)}; restore [model], or start a new out_dir"
-                )
-            self.batches.load_state_dict(position["data"])
-
-        position = self.checkpoints.resume(self.model, self.optimizer, accept)
-        if position is None and train.resume_from is not None:
-            position = self.checkpoints.load(
-                train.resume_from, self.config.data.storage, self.model, self.optimizer, accept
-            )
-            position.pop("record", None)  # its step is one of the other run's
-        if position is None:
-            logged_steps = self.run_log.steps if self.run_log else set()
-            if logged_steps:
-                log.warning(
-                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run starts at step 0",
-                    train.out_dir,
-                    max(logged_steps),
-                )
-            return
-        self.step = self.saved_step = position["step"]
-        if self.scale is not None and "loss_scale" in position:
-            self.scale.load_state_dict(position["loss_scale"])
-        if self.run_log is None:
-            return
-        log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
-        self._tell_of_changed_settings(position)
-        self._warn_of_moved_phases(position)
-        if "record" in position and self.step not in self.run_log.steps:
-            # The run was killed while it evaluated.
-            self.run_log.write(position["record"])
-
-    def _learning_settings(self) -> dict[str, Any]:
-        """What a checkpoint keeps of [train], as JSON has it."""
-        values = {name: getattr(self.config.train, name) for name in LEARNING_SETTINGS}
-        settings: dict[str, Any] = finite(values)
-        return settings
-
-    def _tell_of_changed_settings(self, position: dict[str, Any]) -> None:
-        """Say in one line which settings are not those of the checkpoint: they may be meant."""
-        now = self._learning_settings()
-        saved = position.get("train", {})
-        changes = [
-            f"train.{name} is {now[name]!r}, was {saved[name]!r}"
-            for name in LEARNING_SETTINGS
-            if name in saved and saved[name] != now[name]
-        ]
-        if changes:
-            log.info("settings that differ from the checkpoint's: %s", "; ".join(changes))
-
-    def _phases_ahead(self, consumed: int) -> list[int]:
-        """The first samples of phases that have not begun."""
-        firsts = [phase.first_sample for phase in self.config.data.phases]
-        return [first for first in firsts if first >= consumed]
-
-    def _warn_of_moved_phases(self, position: dict[str, Any]) -> None:
-        """Warn where later phases begin at other samples than when the checkpoint was saved, because
-        of other batch sizes.
-        """
-        step, consumed = position["step"], self.batches.consumed_samples
-        ahead = self._phases_ahead(consumed)
-        before = position.get("phases_ahead", ahead)
-        step_ends_there = self.config.schedule.samples_of_step(max(step, 1)).stop == consumed
-        if ahead != before and not step_ends_there:
-            log.warning(
-                "the batch sizes of this config are not those of the checkpoint: step %d no longer "
-                "ends at sample %d, and phases that were to begin at samples %s now begin at %s. To "
-                "keep them there, give phases first_sample in place of first_step",
-                step,
-                consumed,
-                before,
-                ahead,
-            )
 
     def run(self) -> None:
         """Train until `train_iters`, saving and evaluating at their intervals and at the end.
@@ -277,8 +229,7 @@ class Trainer:
                 if stop_signal is not None and self.step < train.train_iters:
                     self._stop_here(record, stop_signal)
                 is_last = self.step == train.train_iters
-                is_wanted = train.eval_iters > 0 and train.eval_interval > 0
-                evaluates = is_wanted and (is_last or self.step % train.eval_interval == 0)
+                evaluates = self.evaluates and (is_last or self.step % train.eval_interval == 0)
                 if self._is_save_due(record):
                     self.save(background=not is_last, record=record if evaluates else None)
                 try:
@@ -300,16 +251,16 @@ class Trainer:
         self.step_under_way = self.step + 1
         train = self.config.train
         dataset = self.loader.dataset
-        # The next global batch begins after the cursor, and after what is skipped there.
-        consumed = self.batches.consumed_samples
-        first_sample = next(dataset.steps.positions(consumed), None)
+        # The global batch begins after the cursor, and after what is skipped there.
+        first_sample = next(dataset.steps.positions(self.batches.consumed_samples), None)
         if first_sample is None:
             raise DataEnded(
-                f"the data ends at sample {consumed}, after step {self.step} of {train.train_iters}: "
-                f"data.exclude_samples excludes the rest; raise data.num_samples"
+                f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
+                f"{train.train_iters}: data.exclude_samples excludes the rest; raise data.num_samples"
             )
-        num_samples = dataset.steps.schedule.size_at(first_sample)
-        num_micro_batches = dataset.steps.schedule.micro_batches_at(
+        schedule = dataset.steps.schedule
+        num_samples = schedule.size_at(first_sample)
+        num_micro_batches = schedule.micro_batches_at(
             first_sample, train.micro_batch_size, self.ranks.layout.dp
         )
         # All samples of a step have the same length: a phase begins with a step.
@@ -319,20 +270,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-        batches = StepBatches(self.batches, num_micro_batches, keep=train.log_batch_hash)
         # Losses are summed over tokens. In fp16 a sum of so many would overflow, so they are divided
         # by all tokens of the global batch before backward.
         factor = self.scale.value / num_tokens if self.scale else 1.0
+        batches = self._take(num_micro_batches)
         losses = self.model.forward_backward(batches, num_micro_batches, length, factor)
         grad_norm = self._reduce_and_step(losses, num_tokens)
-        starts = np.array(batches.consumed, np.int64) - dataset.step_samples
-        sample_ids = dataset.sample_ids(starts).reshape(-1)
+        # Samples of this rank, in the order in which they came.
+        micro_steps = first_sample + dataset.step_samples * np.arange(num_micro_batches)
+        sample_ids = dataset.sample_ids(micro_steps).reshape(-1)
         totals = self._totals(losses, sample_ids)
         # fully_shard sums within backward, so no wait of a sharded model is known.
         if not self.model.is_sharded:
             self.loader.count_grad_sync(self.grad_sync.seconds)
-        stop_sample = self.batches.consumed_samples
-        samples = range(stop_sample - num_samples, stop_sample)
+
+        samples = range(first_sample, first_sample + num_samples)
         record: dict[str, Any] = {
             "step": self.step + 1,
             "samples": [samples.start, samples.stop],
@@ -341,7 +293,7 @@ class Trainer:
             "loss": totals.loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "data_wait_s": batches.waited,
+            "data_wait_s": self.data_wait,
             "tokens_per_s": num_tokens / (time.perf_counter() - start_time),
         }
         if self.scale is not None:
@@ -349,15 +301,27 @@ class Trainer:
         if totals.loss_of_source:
             record["source_loss"] = totals.loss_of_source
         if train.log_batch_hash:
+            bounds = self.model.bounds_of(length)
             record["batch_hash"] = hash_over_ranks(
-                batches.kept,
-                sample_ids,
-                samples,
-                self.model.bounds_of(length),
-                self.ranks,
-                self.device,
+                self.kept_batches, sample_ids, samples, bounds, self.ranks, self.device
             )
         return record, totals.stop_signal
+
+    def _take(self, count: int) -> Iterator[Batch]:
+        """The micro-batches of a step. Adds up how long this rank waits for them."""
+        self.data_wait = 0.0
+        self.kept_batches.clear()
+        for _ in range(count):
+            start_time = time.perf_counter()
+            batch = next(self.batches, None)
+            self.data_wait += time.perf_counter() - start_time
+            if batch is None:
+                raise RuntimeError(
+                    "the data ended within a step, though there are only whole steps"
+                )
+            if self.config.train.log_batch_hash:
+                self.kept_batches.append(batch)
+            yield batch
 
     def _reduce_and_step(self, losses: Losses, divided_by: int) -> float:
         """Normalise gradients by the unmasked tokens of the global batch, clip and step.
@@ -370,7 +334,6 @@ class Trainer:
         is_good = self.scale is None or self.scale.unscale(
             model.gradients(), self.device, float(divided_by)
         )
-        norm: torch.Tensor | float = math.inf
         if is_good:
             norm = model.clip_grad_norm_(self.config.train.clip_grad or math.inf)
         # A save may still be copying the values that change now.
@@ -384,44 +347,102 @@ class Trainer:
             # The device is busy with the step. The host prepares the next one meanwhile.
             self.batches.prepare()
         # Here the host waits for the device. Nothing is saved yet.
-        norm = float(norm)
-        if not math.isfinite(norm):
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
             raise GradientError(
-                f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients "
+                f"the gradient norm of step {self.step + 1} is {grad_norm}, though no rank's gradients "
                 f"were: their sum is too large; resume from the last checkpoint with a lower "
                 f"learning rate, or skip this step's samples"
             )
-        return norm
+        return grad_norm
 
     def _totals(
         self, losses: Losses, sample_ids: np.ndarray[Any, np.dtype[np.int64]]
     ) -> StepTotals:
-        """The totals of the step over all ranks."""
-        sources = None
-        if self.model.counts_losses and len(self.sources) > 1:
-            samples = self.loader.dataset.samples
-            sources = samples.locate(sample_ids).dataset_of_sample
-        totals = add_over_ranks(
-            self.stop_requests.first_signal,
-            self.checkpoints.has_failed,
-            losses if self.model.counts_losses else None,
-            sources,
-            self.sources,
-            self.ranks,
-            self.device,
-        )
-        # All ranks know it now, and end together: none waits in a collective that others have left.
-        if totals.failed_save:
+        """The totals of the step over all ranks: one small collective, since each waits for the slowest
+        rank. It tells everything that ends a run: so all ranks end after the same step.
+        """
+        num_sources = len(self.sources) if len(self.sources) > 1 else 0
+        sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
+        sizes = [3, 2, 2 * num_sources]
+        flags, loss_and_tokens, by_source = torch.split(sums, sizes)
+        first_signal = self.stop_requests.first_signal
+        flags[0] = first_signal is not None
+        flags[1] = first_signal == signal.SIGINT
+        flags[2] = self.checkpoints.has_failed
+        if self.model.counts_losses:
+            loss = losses.loss.double().cpu()
+            tokens = losses.tokens.double().cpu()
+            loss_and_tokens[0] = loss.sum()
+            loss_and_tokens[1] = tokens.sum()
+            if num_sources:
+                samples = self.loader.dataset.samples
+                dataset_id = torch.from_numpy(samples.locate(sample_ids).dataset_of_sample)
+                # The mean of each sample, which weighs as much as it has tokens.
+                means, weights = (loss / tokens)[:, None], tokens[:, None]
+                add_losses_by_source(by_source.view(-1, 2), dataset_id, means, weights)
+        sums = sums.to(self.device)
+        self.ranks.all_reduce(sums, WORLD)
+        flags, loss_and_tokens, by_source = torch.split(sums.cpu(), sizes)
+        num_stops, num_interrupts, num_failed_saves = flags.tolist()
+        if num_failed_saves:
             self.checkpoints.wait()
             raise StorageError(
                 "a checkpoint could not be written: the log of another rank has the cause"
             )
-        if not math.isfinite(totals.loss):
+        loss_sum, token_sum = loss_and_tokens.tolist()
+        mean = loss_sum / max(token_sum, 1.0)
+        if not math.isfinite(mean):
             raise GradientError(
-                f"the loss of step {self.step + 1} is {totals.loss}: the run has diverged; resume "
+                f"the loss of step {self.step + 1} is {mean}: the run has diverged; resume "
                 f"from the last checkpoint with a lower learning rate, or skip this step's samples"
             )
-        return totals
+        loss_of_source = {
+            name: source_loss / source_tokens
+            for name, (source_loss, source_tokens) in zip(
+                self.sources, by_source.view(-1, 2).tolist(), strict=False
+            )
+            if source_tokens
+        }
+        stop_signal = signal.SIGINT if num_interrupts else signal.SIGTERM
+        return StepTotals(mean, loss_of_source, stop_signal if num_stops else None)
+
+    def evaluate_all(self) -> dict[str, Any]:
+        """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}. Each is read
+        from its start every time.
+
+        Collective over all ranks. The entries are added to the step's record: `RunLog.write` logs
+        each step that has one whose name begins with "valid_loss", and `streammega plot` draws both
+        (`FIELDS` in cli/plotting.py).
+        """
+        record: dict[str, Any] = {}
+        if has_valid(self.config.data):
+            record["valid_loss"] = self._valid_loss(self.config)
+        if sets := validation_sets(self.config):
+            record["valid_loss_of"] = {name: self._valid_loss(run) for name, run in sets.items()}
+        return record
+
+    def _valid_loss(self, config: RunConfig) -> float:
+        """Mean loss over the first eval_iters global batches of the valid split of a run."""
+        model = self.model
+        loss_and_tokens = torch.zeros(2, device=self.device, dtype=torch.float64)
+        with open_split(config, "valid", self.ranks) as loader:
+            batches = RankBatches(loader, self.ranks, self.device, every_stage=config.every_stage)
+            micro_steps = config.train.global_batch_size // loader.dataset.step_samples
+            # A generator: `iter` of the batches themselves would begin at the first sample again.
+            rest = (batch for batch in batches)
+            for _ in range(config.train.eval_iters):
+                global_batch = list(islice(rest, micro_steps))
+                if len(global_batch) < micro_steps:
+                    break
+                losses = model.evaluate(global_batch)
+                if model.counts_losses:
+                    loss_and_tokens[0] += losses.loss.double().sum()
+                    loss_and_tokens[1] += losses.tokens.double().sum()
+            batches.close()
+        self.ranks.all_reduce(loss_and_tokens, WORLD)
+        loss, tokens = loss_and_tokens.tolist()
+        return float(loss / max(tokens, 1.0))
 
     def _is_save_due(self, record: dict[str, Any]) -> bool:
         """Whether the interval of saves has passed, or the run ends.
@@ -441,11 +462,13 @@ class Trainer:
         record: of this step, if it is not in the metrics yet.
         """
         self.saved_step = self.step
-        data = self.batches.state_dict()
-        model = asdict(self.config.model)
-        position: dict[str, Any] = {"step": self.step, "data": data, "model": model}
-        position["train"] = self._learning_settings()
-        if ahead := self._phases_ahead(data["consumed_samples"]):
+        position: dict[str, Any] = {
+            "step": self.step,
+            "data": self.batches.state_dict(),
+            "model": asdict(self.config.model),
+            "train": self._learning_settings(),
+        }
+        if ahead := self._phases_ahead():
             position["phases_ahead"] = ahead
         if record is not None:
             position["record"] = finite(record)
@@ -466,73 +489,15 @@ class Trainer:
         if saved_step is None:
             self.save()
         self.close()
-        how = f"stopped by {stop_signal.name}"
-        if stop_signal == signal.SIGINT:
-            how = "interrupted"
-        if saved_step is None or saved_step == self.step:
-            what = ", which is saved"
-        else:
+        how = "interrupted" if stop_signal == signal.SIGINT else f"stopped by {stop_signal.name}"
+        what = ", which is saved"
+        if saved_step is not None and saved_step != self.step:
             what = f"; step {saved_step}, of less than {RECENT_SECONDS:.0f} s before, is saved"
         raise Terminated(
             f"{how} after step {self.step}{what} in {self.config.train.out_dir}; "
             f"the same command goes on from there",
             stop_signal,
         )
-
-    def _check_valid_splits(self) -> None:
-        """Open what will be evaluated, so that errors are found before training and not after hours.
-
-        Raises ConfigError, and the errors of opening a split.
-        """
-        runs = list(validation_sets(self.config).values())
-        if has_valid(self.config.data):
-            runs.append(self.config)
-        if not runs:
-            raise ConfigError(
-                f"train.eval_iters is {self.config.train.eval_iters}, and there is nothing to evaluate: "
-                f"data.split leaves nothing for valid, and there are no [validation] sets; give one, "
-                f"or set train.eval_iters to 0"
-            )
-        for run in runs:
-            open_split(run, "valid", self.ranks).close()
-
-    def evaluate_all(self) -> dict[str, Any]:
-        """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}. Each is read
-        from its start every time.
-
-        Collective over all ranks. The entries are added to the step's record: `RunLog.write` logs
-        each step that has one whose name begins with "valid_loss", and `streammega plot` draws both
-        (`FIELDS` in cli/plotting.py).
-        """
-        record: dict[str, Any] = {}
-        if has_valid(self.config.data):
-            record["valid_loss"] = self._valid_loss(self.config)
-        sets = validation_sets(self.config)
-        if sets:
-            record["valid_loss_of"] = {name: self._valid_loss(run) for name, run in sets.items()}
-        return record
-
-    def _valid_loss(self, config: RunConfig) -> float:
-        """Mean loss over the first eval_iters global batches of the valid split of a run."""
-        model = self.model
-        loss_and_tokens = torch.zeros(2, device=self.device, dtype=torch.float64)
-        with open_split(config, "valid", self.ranks) as loader:
-            batches = RankBatches(loader, self.ranks, self.device, every_stage=config.every_stage)
-            micro_steps = config.train.global_batch_size // loader.dataset.step_samples
-            for _ in range(config.train.eval_iters):
-                # Not a loop over `batches`: that would begin at the first sample again.
-                rest = iter(lambda: next(batches, None), None)
-                global_batch = list(islice(rest, micro_steps))
-                if len(global_batch) < micro_steps:
-                    break
-                losses = model.evaluate(global_batch)
-                if model.counts_losses:
-                    loss_and_tokens[0] += losses.loss.double().sum()
-                    loss_and_tokens[1] += losses.tokens.double().sum()
-            batches.close()
-        self.ranks.all_reduce(loss_and_tokens, WORLD)
-        loss, tokens = loss_and_tokens.tolist()
-        return float(loss / max(tokens, 1.0))
 
     def close(self) -> None:
         """Finish what is being written, and stop reading ahead."""
@@ -541,31 +506,86 @@ class Trainer:
         self.loader.close()
         self.checkpoints.close()
 
+    def resume(self) -> None:
+        """Load the newest sound checkpoint of out_dir, or where there is none that of train.resume_from:
+        weights, optimizer, and the cursor. Call it before `run`.
+        """
+        train = self.config.train
+        position = self.checkpoints.resume(self.model, self.optimizer, self._accept)
+        if position is None and train.resume_from is not None:
+            storage = self.config.data.storage
+            position = self.checkpoints.load(
+                train.resume_from, storage, self.model, self.optimizer, self._accept
+            )
+            position.pop("record", None)  # its step is one of the other run's
+        if position is None:
+            logged_steps = self.run_log.steps if self.run_log else set()
+            if logged_steps:
+                log.warning(
+                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run starts at step 0",
+                    train.out_dir,
+                    max(logged_steps),
+                )
+            return
+        self.step = self.saved_step = position["step"]
+        if self.scale is not None and "loss_scale" in position:
+            self.scale.load_state_dict(position["loss_scale"])
+        if self.run_log is None:
+            return
+        log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        self._tell_of_changes(position)
+        if "record" in position and self.step not in self.run_log.steps:
+            # The run was killed while it evaluated.
+            self.run_log.write(position["record"])
 
-class StepBatches(Iterator[Batch]):
-    """The micro-batches of one step."""
+    def _accept(self, position: dict[str, Any]) -> None:
+        """Move the cursor to a checkpoint's position. Raises StateError for one of another model or data:
+        the shapes of tensors may be the same, for another number of heads for instance.
+        """
+        saved = position.get("model", {})
+        differences = [
+            f"model.{name}: the checkpoint has {saved.get(name)}, this run {size}"
+            for name, size in asdict(self.config.model).items()
+            if saved.get(name) != size
+        ]
+        if differences:
+            raise StateError(f"{'; '.join(differences)}; restore [model], or start a new out_dir")
+        self.batches.load_state_dict(position["data"])
 
-    def __init__(self, batches: RankBatches, count: int, *, keep: bool) -> None:
-        self._batches = batches
-        self._remaining = count
-        self._keeps = keep
-        self.kept: list[Batch] = []
-        """With `keep` all batches so far. Otherwise each is freed after its computation."""
-        self.consumed: list[int] = []
-        """The position of the loader after each batch."""
-        self.waited = 0.0
-        """Seconds in which this rank waited for data."""
+    def _tell_of_changes(self, position: dict[str, Any]) -> None:
+        """Say what is not as it was in the checkpoint, and may be meant: settings of training, and where
+        later phases begin, which other batch sizes move.
+        """
+        now, saved = self._learning_settings(), position.get("train", {})
+        changes = [
+            f"train.{name} is {now[name]!r}, was {saved[name]!r}"
+            for name in LEARNING_SETTINGS
+            if name in saved and saved[name] != now[name]
+        ]
+        if changes:
+            log.info("settings that differ from the checkpoint's: %s", "; ".join(changes))
+        consumed = self.batches.consumed_samples
+        ahead = self._phases_ahead()
+        ahead_before = position.get("phases_ahead", ahead)
+        ends_there = self.config.schedule.samples_of_step(max(self.step, 1)).stop == consumed
+        if ahead != ahead_before and not ends_there:
+            log.warning(
+                "the batch sizes of this config are not those of the checkpoint: step %d no longer "
+                "ends at sample %d, and phases that were to begin at samples %s now begin at %s. To "
+                "keep them there, give phases first_sample in place of first_step",
+                self.step,
+                consumed,
+                ahead_before,
+                ahead,
+            )
 
-    def __next__(self) -> Batch:
-        if not self._remaining:
-            raise StopIteration
-        self._remaining -= 1
-        start_time = time.perf_counter()
-        batch = next(self._batches, None)
-        self.waited += time.perf_counter() - start_time
-        if batch is None:
-            raise RuntimeError("the data ended within a step, though there are only whole steps")
-        self.consumed.append(self._batches.consumed_samples)
-        if self._keeps:
-            self.kept.append(batch)
-        return batch
+    def _learning_settings(self) -> dict[str, Any]:
+        """What a checkpoint keeps of [train], as JSON has it."""
+        values = {name: getattr(self.config.train, name) for name in LEARNING_SETTINGS}
+        settings: dict[str, Any] = finite(values)
+        return settings
+
+    def _phases_ahead(self) -> list[int]:
+        """The first samples of phases that have not begun."""
+        firsts = [phase.first_sample for phase in self.config.data.phases]
+        return [first for first in firsts if first >= self.batches.consumed_samples]

@@ -22,7 +22,7 @@ from streammega import BucketedDataParallel, ParallelLayout, Ranks
 from streammega.errors import GradientError
 from streammega.gradients.buffers import default_bucket_size, local_grad, make_buckets
 from streammega.gradients.collectives import inverse_of_tokens
-from streammega.gradients.grad_checks import LossScale
+from streammega.train.optimizer import LossScale
 from tests.support.gang import on_ranks
 
 

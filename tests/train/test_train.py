@@ -26,12 +26,11 @@ from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
 from streammega.gradients.buffers import local_part
-from streammega.gradients.grad_checks import LossScale
 from streammega.samples.open import open_source
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import RunConfig, load_run
 from streammega.train.config_check import global_batch_hash, sample_digests
-from streammega.train.optimizer import learning_rate
+from streammega.train.optimizer import LossScale, learning_rate
 from streammega.train.program import _is_of_others
 from streammega.train.program import main as train_main
 from streammega.train.run_log import RunLog, read_metrics

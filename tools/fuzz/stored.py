@@ -47,7 +47,7 @@ from streammega.train.checkpoints.integrity import (
     parse_tensors,
 )
 from streammega.train.checkpoints.store import CheckpointStore
-from streammega.train.config.run import load_run
+from streammega.train.config import load_run
 from tools.fuzz.common import STORAGE, AnyChecksum, Target, new_number, stored_in
 
 NUM_TOKENS = 70
