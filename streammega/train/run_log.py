@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,14 @@ class RunLog:
         step = record["step"]
         numbers = scalars(record)
         is_due = step % self._interval == 0 or step == self._iters
-        was_evaluated = any(name.startswith("valid_loss") for name in record)
-        if is_due or was_evaluated:
+        if is_due or was_evaluated(record):
             figures = " ".join(f"{name} {_short(value)}" for name, value in numbers.items())
             log.info("step %d/%d %s", step, self._iters, figures)
 
-    @property
-    def steps(self) -> set[int]:
-        """The steps that have a line."""
-        if not self.path.exists():
-            return set()
-        return {record["step"] for record in read_metrics(self.path)}
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The last record of each step that has one."""
+        records = read_metrics(self.path) if self.path.exists() else ()
+        return {record["step"]: record for record in records}
 
     def _append(self, text: str) -> None:
         """Append to metrics.jsonl, again while the disk is full. Raises StorageError."""
@@ -107,6 +105,11 @@ def parse_metrics(data: bytes) -> list[dict[str, Any]]:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)
     return records
+
+
+def was_evaluated(record: Mapping[str, Any]) -> bool:
+    """Whether a record has losses of validation."""
+    return any(name.startswith("valid_loss") for name in record)
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

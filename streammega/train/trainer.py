@@ -11,7 +11,7 @@ The order of a step, and why:
     save                before the evaluation, so that no steps are lost if that fails
     evaluate
     write the record    last, since it has the results of the evaluation. Until then the checkpoint
-                        keeps it, for a run that is killed meanwhile
+                        keeps it: a run that is killed meanwhile evaluates when it is resumed
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from streammega.train.devices import DeviceTimer, metrics_port_of, process_info,
 from streammega.train.losses import Losses
 from streammega.train.optimizer import LossScale, learning_rate
 from streammega.train.parallel_model import ParallelModel
-from streammega.train.run_log import RunLog
+from streammega.train.run_log import RunLog, was_evaluated
 from streammega.train.signals import StopRequests, Terminated
 from streammega.train.splits import has_valid, open_split, validation_sets
 from streammega.train.stages import check_layout
@@ -124,6 +124,8 @@ class Trainer:
         """Seconds in which this rank waited for the data of the step."""
         self.kept_batches: list[Batch] = []
         """With log_batch_hash the micro-batches of the step. Otherwise each is freed after its computation."""
+        self.unwritten: dict[str, Any] | None = None
+        """The record of the step that was resumed, if the run ended while it evaluated that step."""
         self.run_log: RunLog | None = None
         """On the first rank only."""
         if self.ranks.rank == 0:
@@ -210,6 +212,8 @@ class Trainer:
                 "or fails, it starts at step 0 again"
             )
         with self.stop_requests.graceful(announce=is_first_rank):
+            if self.unwritten is not None:
+                self._evaluate_and_write(self.unwritten, evaluates=self.evaluates)
             while self.step < train.train_iters:
                 try:
                     record, stop_signal = self.train_step()
@@ -232,12 +236,7 @@ class Trainer:
                 evaluates = self.evaluates and (is_last or self.step % train.eval_interval == 0)
                 if self._is_save_due(record):
                     self.save(background=not is_last, record=record if evaluates else None)
-                try:
-                    if evaluates:
-                        record |= self.evaluate_all()
-                finally:
-                    if self.run_log:
-                        self.run_log.write(record)
+                self._evaluate_and_write(record, evaluates=evaluates)
         self.close()
 
     def train_step(self) -> tuple[dict[str, Any], signal.Signals | None]:
@@ -407,6 +406,15 @@ class Trainer:
         stop_signal = signal.SIGINT if num_interrupts else signal.SIGTERM
         return StepTotals(mean, loss_of_source, stop_signal if num_stops else None)
 
+    def _evaluate_and_write(self, record: dict[str, Any], *, evaluates: bool) -> None:
+        """Evaluate if it is time, and write the record of a step, without losses if that fails."""
+        try:
+            if evaluates:
+                record |= self.evaluate_all()
+        finally:
+            if self.run_log:
+                self.run_log.write(record)
+
     def evaluate_all(self) -> dict[str, Any]:
         """{"valid_loss": ...}, and with validation sets {"valid_loss_of": {name: ...}}. Each is read
         from its start every time.
@@ -519,24 +527,25 @@ class Trainer:
             )
             position.pop("record", None)  # its step is one of the other run's
         if position is None:
-            logged_steps = self.run_log.steps if self.run_log else set()
-            if logged_steps:
+            if self.run_log and (last_step := max(self.run_log.records(), default=0)):
                 log.warning(
                     "%s has no checkpoint of the %d steps in its metrics.jsonl: the run starts at step 0",
                     train.out_dir,
-                    max(logged_steps),
+                    last_step,
                 )
             return
         self.step = self.saved_step = position["step"]
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
-        if self.run_log is None:
-            return
-        log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
-        self._tell_of_changes(position)
-        if "record" in position and self.step not in self.run_log.steps:
-            # The run was killed while it evaluated.
-            self.run_log.write(position["record"])
+        is_unwritten = torch.zeros((), device=self.device)
+        if self.run_log:
+            log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+            self._tell_of_changes(position)
+            written = self.run_log.records().get(self.step)
+            is_unwritten += written is None or (self.evaluates and not was_evaluated(written))
+        if "record" in position:
+            self.ranks.all_reduce(is_unwritten, WORLD)
+            self.unwritten = position["record"] if is_unwritten else None
 
     def _accept(self, position: dict[str, Any]) -> None:
         """Move the cursor to a checkpoint's position. Raises StateError for one of another model or data:

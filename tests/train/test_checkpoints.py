@@ -698,10 +698,14 @@ def test_what_is_evaluated_is_opened_before_the_first_step(run_file: str) -> Non
 
 
 @pytest.mark.guarantee("evaluated-opened-start")
-def test_an_evaluation_that_fails_costs_no_steps(
-    run_file: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_evaluation_that_fails_costs_no_steps_and_is_made_after_the_resume(
+    is_killed: bool, run_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_run(run_file, ["train.eval_interval=4", "train.eval_iters=1"])
+    settings = ["train.eval_interval=4", "train.eval_iters=1"]
+    sound = load_run(run_file, [*settings, f"train.out_dir={Path(run_file).parent / 'sound'}"])
+    Trainer(sound, CPU).run()
+    config = load_run(run_file, settings)
     trainer = Trainer(config, CPU)
 
     def failing() -> Any:
@@ -713,15 +717,28 @@ def test_an_evaluation_that_fails_costs_no_steps(
     trainer.checkpoints.wait()
     metrics = Path(config.train.out_dir) / "metrics.jsonl"
     assert [record["step"] for record in read_metrics(metrics)] == [1, 2, 3, 4]
-    kept = metrics.read_text().splitlines()[:-1]
-    metrics.write_text("\n".join(kept) + "\n")  # as SIGKILL leaves it
+    if is_killed:  # before the record was written
+        kept = metrics.read_text().splitlines()[:-1]
+        metrics.write_text("\n".join(kept) + "\n")
+    for _ in range(2):  # and no second time, once it is written
+        again = Trainer(replace(config, train=replace(config.train, train_iters=4)), CPU)
+        again.resume()
+        assert again.step == 4
+        again.run()
     again = Trainer(config, CPU)
     again.resume()
-    assert again.step == 4
     again.run()
     records = read_metrics(metrics)
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    repeated = [] if is_killed else [4]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, *repeated, 5, 6]
     assert all("batch_hash" in record for record in records)
+    of_sound = {
+        record["step"]: record
+        for record in read_metrics(Path(sound.train.out_dir) / "metrics.jsonl")
+    }
+    for record in records[-3:]:
+        assert record.get("valid_loss") == of_sound[record["step"]].get("valid_loss")
+    assert "valid_loss" in records[-3]
 
 
 @pytest.mark.guarantee("run-diverged-ends")
