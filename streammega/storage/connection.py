@@ -13,12 +13,12 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 from streammega.storage.backends.oss import oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
-from streammega.storage.backends.remote import ENDPOINT_VARIABLES
 from streammega.storage.backends.s3_options import (
     ENDPOINT_OPTIONS,
+    ENDPOINT_VARIABLES,
     s3_credentials,
     s3_endpoint,
-    s3_region,
+    s3_place,
 )
 from streammega.storage.open import scheme_of
 
@@ -88,14 +88,16 @@ def connection_of(url: str, config: StorageConfig) -> Connection:
     endpoint = bucket_url = region = ""
     if scheme == "s3":
         configured = s3_endpoint(root, options)
-        region = s3_region(options, configured)
-        style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style")
-        endpoint = configured or f"https://s3.{region}.amazonaws.com"
+        place = s3_place(root, options)
+        region = place.region
+        endpoint = place.endpoint or f"https://s3.{region}.amazonaws.com"
         if (options.get("client_kwargs") or {}).get("endpoint_url") or options.get("endpoint_url"):
             source = OPTIONS
-        elif configured and not variables:
+        elif not configured:  # variables may be ignored
+            source = "the cloud's default"
+        elif not variables:
             source = "the profile of AWS"
-        in_host = style == "virtual" or not configured
+        in_host = place.is_virtual or not place.endpoint
         bucket_url = _with_bucket(endpoint, root) if in_host else f"{endpoint.rstrip('/')}/{root}"
     elif scheme == "oss":
         of_oss = oss_endpoint(root, options, os.environ)

@@ -911,13 +911,13 @@ def test_config_kwargs_that_obstore_does_not_follow_are_named_once(
         "secret": SECRET,
         "config_kwargs": {
             "signature_version": "s3v4",
-            "s3": {"addressing_style": "path", "use_accelerate_endpoint": True},
+            "s3": {"addressing_style": "path", "payload_signing_enabled": True},
         },
     }
     for bucket in ("web", "books"):
         s3_arguments(bucket, StorageConfig(storage_options=options))
     (message,) = caplog.messages
-    assert "hold s3.use_accelerate_endpoint, signature_version, which the obstore" in message
+    assert "hold s3.payload_signing_enabled, signature_version, which the obstore" in message
 
 
 def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,13 +30,17 @@ from streammega.errors import (
 from streammega.errors.logs import get_logger
 from streammega.storage.backends.obstore import S3_SCHEMES
 from streammega.storage.backends.remote import (
-    CONNECT_TIMEOUT,
     RemoteStore,
     note_client,
     part_bytes,
     repeats_itself,
 )
-from streammega.storage.backends.s3_options import OSS_OPTIONS, S3_OPTIONS, s3_endpoint
+from streammega.storage.backends.s3_options import (
+    CONNECT_TIMEOUT,
+    OSS_OPTIONS,
+    S3_OPTIONS,
+    s3_endpoint,
+)
 from streammega.storage.etags import check_version, modified_of_info
 from streammega.storage.fd_limit import explain_fd_limit
 from streammega.storage.http_errors import (

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from streammega.config import MiB, StorageConfig
 from streammega.errors import AccessDeniedError, StorageError
 from streammega.errors.redaction import redact_urls, remember_secrets
+from streammega.storage.backends.s3_options import ENDPOINT_VARIABLES, s3_endpoint
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.progress import note_part
 from streammega.storage.retry import RetryPolicy, endpoint_of
@@ -21,11 +22,6 @@ from streammega.storage.store import Buffer, Span, Store, check_length
 from streammega.storage.thread_pool import Pool
 
 Result = TypeVar("Result")
-ENDPOINT_VARIABLES = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "oss": ("OSS_ENDPOINT",),
-}
-"""Environment variables that name an endpoint, in the order in which clients take them."""
 CLOUDS = (".amazonaws.com", ".amazonaws.com.cn", ".aliyuncs.com")
 """Ends of the hosts of clouds in which no two buckets have the same name."""
 Entry = TypeVar("Entry")
@@ -36,8 +32,6 @@ than reading all again after a failure.
 """
 MAX_THREADS = 32
 """Concurrent requests of one store for listings, opening and tools, without those of the fetcher."""
-CONNECT_TIMEOUT = 10.0
-"""Seconds, or `request_timeout` if that is less: a server accepts connections at once."""
 
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000
@@ -162,19 +156,25 @@ class RemoteStore(Store):
         """The URL, and the host that serves it where that is not the cloud of its scheme: in another
         one, a bucket of the same name is another bucket.
         """
+        endpoint = self._configured_endpoint() or ""
+        # Those of OSS need no scheme.
+        host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").netloc
+        host = host.rpartition("@")[2]
+        is_own = not host or host.endswith(CLOUDS) or self.scheme in ("http", "https")
+        return self.url(prefix) if is_own else f"{self.url(prefix)} at {host}"
+
+    def _configured_endpoint(self) -> str | None:
+        """The endpoint that options or the environment name, if they do."""
         options = self._config.storage_options
+        if self.scheme == "s3":
+            return s3_endpoint(self.root, options)
         candidates = [
             options.get("endpoint_url"),
             options.get("endpoint"),
             (options.get("client_kwargs") or {}).get("endpoint_url"),
             *(os.environ.get(name) for name in ENDPOINT_VARIABLES.get(self.scheme, ())),
         ]
-        endpoint = str(next(filter(None, candidates), ""))
-        # Those of OSS need no scheme.
-        host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").netloc
-        host = host.rpartition("@")[2]
-        is_own = not host or host.endswith(CLOUDS) or self.scheme in ("http", "https")
-        return self.url(prefix) if is_own else f"{self.url(prefix)} at {host}"
+        return next((str(one) for one in candidates if one), None)
 
     def fetch(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Buffer]:
         """One request each. Bodies are in new memory."""

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 from streammega.errors.logs import get_logger
 from streammega.errors.redaction import remember_secrets
-from streammega.storage.backends.remote import CONNECT_TIMEOUT, ENDPOINT_VARIABLES
 from streammega.storage.http_errors import no_renewal
 from streammega.storage.warn_once import warn_once
 
 log = get_logger(__name__)
+CONNECT_TIMEOUT = 10.0
+"""Seconds, or `request_timeout` if that is less: a server accepts connections at once."""
+ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "oss": ("OSS_ENDPOINT",),
+}
+"""Environment variables that name an endpoint, in the order in which clients take them."""
 CREDENTIALS_LAST = timedelta(minutes=10)
 """The expiry that obstore is given. It asks again five minutes before: they may have been renewed."""
 S3_OPTIONS = frozenset(
@@ -59,6 +66,20 @@ OSS_OPTIONS = frozenset(
     )
 )
 CLIENT_KWARGS = frozenset(("endpoint_url", "region_name", "verify"))
+_S3_FOLLOWED = ("addressing_style", "use_accelerate_endpoint", "us_east_1_regional_endpoint")
+_HOST_KWARGS = ("use_dualstack_endpoint", "use_fips_endpoint")
+"""Keys of config_kwargs that say where requests go: those within `s3`, and others."""
+_HOST_VARIABLES = (
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
+    "AWS_USE_DUALSTACK_ENDPOINT",
+    "AWS_USE_FIPS_ENDPOINT",
+)
+_HOST_SETTINGS = ("ignore_configured_endpoint_urls", "s3", *_HOST_KWARGS)
+"""Settings of a profile that say where requests go, as these variables do. obstore knows none of them."""
+_PLAIN_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!iso)[a-z-]+-\d+")
+"""Regions whose hosts end in amazonaws.com."""
+_PLAIN_BUCKET = re.compile(r"(?!.*(--x-s3|-s3alias|--op-s3|--xa-s3)$)[^:]*")
+"""Names of buckets, and not of directory buckets (S3 Express), access points and Outposts."""
 
 
 def check_no_settings(url: str, options: Mapping[str, Any]) -> None:
@@ -91,22 +112,24 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     client_kwargs = dict(options.get("client_kwargs") or {})
     config_kwargs = dict(options.get("config_kwargs") or {})
     of_s3 = dict(config_kwargs.pop("s3", None) or {})
-    style = of_s3.pop("addressing_style", "auto")
+    others = [name for name in config_kwargs if name not in _HOST_KWARGS]
+    others += [f"s3.{name}" for name in of_s3 if name not in _S3_FOLLOWED]
     # no error: s3fs may follow them, where obstore cannot serve a bucket
-    if config_kwargs or of_s3:
-        names = ", ".join(sorted([*config_kwargs, *(f"s3.{name}" for name in of_s3)]))
+    if others:
+        names = ", ".join(sorted(others))
         text = (
             "config_kwargs of storage_options hold %s, which the obstore transport does not follow; "
             "leave it out, or set transport='fsspec'"
         )
         warn_once(log, names, text, names)
     settings = _late_session(options, with_handlers=False)
-    endpoint = s3_endpoint(bucket, options, settings)
-    store: dict[str, Any] = {"region": s3_region(options, endpoint, settings)}
-    if style == "virtual":
+    place = s3_place(bucket, options, settings)
+    endpoint = place.endpoint
+    store: dict[str, Any] = {"region": place.region}
+    if place.is_virtual:
         store["virtual_hosted_style_request"] = True
     if endpoint:
-        bucket_endpoint = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
+        bucket_endpoint = _with_bucket(endpoint, bucket) if place.is_virtual else endpoint
         store["endpoint"] = bucket_endpoint
         # In obstore, that of the environment goes before `endpoint`.
         store["aws_endpoint_url_s3"] = bucket_endpoint
@@ -114,7 +137,9 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
         store["request_payer"] = True
     arguments: dict[str, Any] = {
         "config": store,
-        "client_options": client_options(config, endpoint or "", client_kwargs),
+        "client_options": client_options(
+            config, endpoint or "", {"verify": _ca_bundle(endpoint, settings)} | client_kwargs
+        ),
     }
     if options.get("anon"):
         store["skip_signature"] = True
@@ -145,8 +170,14 @@ def client_options(
     if verify is False:
         client["allow_invalid_certificates"] = True
     elif isinstance(verify, str):
-        with open(verify, "rb") as file:
-            client["root_certificate"] = file.read()
+        try:
+            client["root_certificate"] = Path(verify).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{verify}: the certificates to trust cannot be read ({error.strerror}); correct "
+                f"client_kwargs = {{verify = ...}} of storage_options, AWS_CA_BUNDLE or ca_bundle of "
+                f"the profile"
+            ) from None
     return client
 
 
@@ -176,6 +207,33 @@ def _late_session(options: Mapping[str, Any], *, with_handlers: bool) -> Callabl
     return session
 
 
+class S3Place(NamedTuple):
+    """Where the requests to a bucket go. endpoint: None for that of the region. is_virtual: whether hosts
+    begin with the bucket, as "virtual" of addressing_style says. region: of signatures.
+    """
+
+    endpoint: str | None
+    is_virtual: bool
+    region: str
+
+
+def s3_place(
+    bucket: str, options: Mapping[str, Any], session: Callable[[], Any] | None = None
+) -> S3Place:
+    """Where requests go by the options and the user's AWS configuration: to the same host as botocore's, and
+    so those of the AWS command line.
+
+    Raises ConfigError for settings that do not fit each other, or that obstore cannot follow.
+    """
+    session = session or _late_session(options, with_handlers=False)
+    endpoint = s3_endpoint(bucket, options, session)
+    region = s3_region(options, endpoint, session)
+    if _asks_botocore(bucket, options, endpoint, region, session):
+        return _place_of_botocore(bucket, options, endpoint, region)
+    of_s3 = (options.get("config_kwargs") or {}).get("s3") or {}
+    return S3Place(endpoint, of_s3.get("addressing_style") == "virtual", region)
+
+
 def s3_endpoint(
     bucket: str, options: Mapping[str, Any], session: Callable[[], Any] | None = None
 ) -> str | None:
@@ -202,10 +260,7 @@ def s3_region(
     # Only signatures and default endpoints need a region.
     if not region and not (endpoint and options.get("anon")):
         session = session or _late_session(options, with_handlers=False)
-        region = os.environ.get("AWS_DEFAULT_REGION")
-        # A profile that does not exist is reported when credentials are looked up.
-        with suppress(Exception):
-            region = region or session().get_config_variable("region")
+        region = os.environ.get("AWS_DEFAULT_REGION") or _profile_of(session).get("region")
     return str(region or "us-east-1")
 
 
@@ -228,15 +283,126 @@ def is_http_url(text: str) -> bool:
 
 def _endpoint_of(session: Callable[[], Any]) -> str | None:
     """The endpoint in the user's AWS configuration, if there is one."""
+    profile = _profile_of(session)
+    ignores = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+    if str(ignores or profile.get("ignore_configured_endpoint_urls")).lower() == "true":
+        return None
     for name in ENDPOINT_VARIABLES["s3"]:
         if os.environ.get(name):
             return os.environ[name]
-    try:
-        endpoint = session().get_scoped_config().get("endpoint_url")
-    except Exception:
-        # The profile does not exist, which is reported when credentials are looked up.
-        return None
+    services: Any = {}
+    if profile.get("services"):
+        services = session().full_config.get("services", {}).get(profile["services"], {})
+    of_s3 = services.get("s3")
+    of_service = of_s3.get("endpoint_url") if isinstance(of_s3, Mapping) else None
+    endpoint = of_service or profile.get("endpoint_url")
     return str(endpoint) if endpoint else None
+
+
+def _profile_of(session: Callable[[], Any]) -> Mapping[str, Any]:
+    """The settings of the user's profile. Empty where there is none: that is reported when credentials are
+    looked up. Without the files of profiles botocore is not imported.
+    """
+    paths = (
+        os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
+    )
+    if not any(os.path.exists(os.path.expanduser(path)) for path in paths):
+        return {}
+    try:
+        profile: Mapping[str, Any] = session().get_scoped_config()
+    except Exception:
+        return {}
+    return profile
+
+
+def _ca_bundle(endpoint: str | None, session: Callable[[], Any]) -> str | None:
+    """The certificates that the user's AWS configuration trusts; None: those of the system."""
+    if endpoint and endpoint.startswith("http://"):
+        return None
+    path = os.environ.get("AWS_CA_BUNDLE") or _profile_of(session).get("ca_bundle")
+    return str(path) if path else None
+
+
+def _asks_botocore(
+    bucket: str,
+    options: Mapping[str, Any],
+    endpoint: str | None,
+    region: str,
+    session: Callable[[], Any],
+) -> bool:
+    """Whether a setting, a name or a region says where requests go that obstore does not know."""
+    config_kwargs = options.get("config_kwargs") or {}
+    of_s3 = dict(config_kwargs.get("s3") or {})
+    if of_s3.get("addressing_style") in ("path", "virtual"):
+        del of_s3["addressing_style"]  # that one it knows
+    return (
+        any(config_kwargs.get(name) for name in _HOST_KWARGS)
+        or any(of_s3.get(name) for name in _S3_FOLLOWED)
+        or any(os.environ.get(name) for name in _HOST_VARIABLES)
+        or any(name in _profile_of(session) for name in _HOST_SETTINGS)
+        or not _PLAIN_BUCKET.fullmatch(bucket)
+        or not (endpoint or _PLAIN_REGION.fullmatch(region))
+    )
+
+
+def _place_of_botocore(
+    bucket: str, options: Mapping[str, Any], endpoint: str | None, region: str
+) -> S3Place:
+    """Where botocore's requests to a bucket go: it makes one, which is not sent.
+
+    Raises ConfigError for what botocore refuses, and for what obstore cannot do.
+    """
+    import botocore.config
+    import botocore.exceptions
+
+    if bucket.endswith("--x-s3"):
+        raise ConfigError(
+            f"s3://{bucket}: S3 Express has sessions of its own, which the obstore transport was never "
+            f"tried with; set transport='fsspec'"
+        )
+    config_kwargs = dict(options.get("config_kwargs") or {})
+    followed = {
+        name: config_kwargs[name] for name in (*_HOST_KWARGS, "s3") if name in config_kwargs
+    }
+
+    class NotSent(Exception):
+        """Ends a request, and holds it."""
+
+    def stop(request: Any, **_: Any) -> None:
+        raise NotSent(request)
+
+    try:
+        client = _late_session(options, with_handlers=True)().create_client(
+            "s3",
+            region_name=region,
+            endpoint_url=endpoint,
+            aws_access_key_id="unused",
+            aws_secret_access_key="unused",
+            config=botocore.config.Config(**followed),
+        )
+        client.meta.events.register("before-send.s3.HeadBucket", stop)
+        client.head_bucket(Bucket=bucket)
+        raise AssertionError("the request was not made")
+    except NotSent as made:
+        (request,) = made.args
+    except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"s3://{bucket}: AWS's settings of where requests go do not fit ({error}); correct them in "
+            f"~/.aws/config, the environment or config_kwargs of storage_options"
+        ) from None
+    url = urlsplit(request.url)
+    signed = request.headers["Authorization"].decode()
+    # "Credential=unused/20261130/us-east-1/s3/aws4_request, ..."
+    signing_region = signed.partition("Credential=unused/")[2].split("/")[1]
+    in_path = url.path.strip("/") == bucket
+    if not in_path and not url.netloc.startswith(f"{bucket}."):
+        raise ConfigError(
+            f"s3://{bucket}: its host is {url.netloc}, which the obstore transport cannot name; give "
+            f"the alias of the access point, or set transport='fsspec'"
+        )
+    host = url.netloc if in_path else url.netloc.removeprefix(f"{bucket}.")
+    return S3Place(f"{url.scheme}://{host}", not in_path, signing_region)
 
 
 def _credential_provider(
