@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from streammega.errors.cached_property import cached_property
-from streammega.order.sharding import zigzag_parts
 
 CAUSAL: dict[str, Any] = (
     {"window_size": (-1, 0)}
@@ -44,14 +43,17 @@ SEQUENCE = -3
 class ContextParallel:
     """The group whose ranks hold parts r and 2 * size - 1 - r of each sequence."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     size: int
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The documents of all samples end to end, as varlen_attn takes them.
+ALONE = ContextParallel(None, rank=0, size=1)
+"""A rank that holds whole sequences."""
+
+
+class Packed(NamedTuple):
+    """The documents of all samples end to end: what varlen_attn takes after queries, keys and values.
 
     cu_seq_q, cu_seq_k: int32 [documents + 1], on the device. Document n has queries [cu_seq_q[n],
     cu_seq_q[n + 1]) and keys [cu_seq_k[n], cu_seq_k[n + 1]); its queries are the tokens of its last
@@ -62,20 +64,6 @@ class Packed:
     cu_seq_k: Tensor
     max_q: int
     max_k: int
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The lengths by which queries and keys are split, on the host, for one call for each document.
-
-    query_lengths: of each document that has queries. key_lengths: of consecutive pieces of all keys,
-    which are documents, or keys that no query of the part sees. documents: the indices of those
-    pieces that are documents, one for each of `query_lengths`.
-    """
-
-    query_lengths: list[int] = field(default_factory=list)
-    key_lengths: list[int] = field(default_factory=list)
-    documents: list[int] = field(default_factory=list)
 
 
 class Visibility:
@@ -102,9 +90,58 @@ class Visibility:
         self.cu_seqlens = cu_seqlens
         if longest is not None:
             self.longest = longest
-        self._packed: dict[int, Packed] = {}
-        self._pieces: dict[int, Pieces] = {}
         self._largest_bias: Tensor | None = None
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        assert self.cu_seqlens is not None
+        return int(self.cu_seqlens.diff(dim=1).max())
+
+    @cached_property
+    def packed(self) -> list[Packed]:
+        """The documents of each part. Those without a token in it have no queries."""
+        assert self.cu_seqlens is not None
+        packed: list[Packed] = []
+        for start, stop in self.parts:
+            # A document that continues after the part is cut there: its last tokens are then in the part.
+            cut = torch.full_like(self.cu_seqlens[:, :1], stop)
+            bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
+            bounds_in_part = bounds.clamp(start, stop) - start
+            packed.append(
+                Packed(
+                    cu_seq_q=_bounds_end_to_end(bounds_in_part, stop - start),
+                    cu_seq_k=_bounds_end_to_end(bounds, self.length),
+                    max_q=min(self.longest, stop - start),
+                    max_k=self.longest,
+                )
+            )
+        return packed
+
+    @cached_property
+    def pieces(self) -> list[list[tuple[int, int]]]:
+        """For each part (queries, keys) of consecutive pieces, which are all queries of the part and
+        all keys, of all samples end to end. A piece is a document, or has keys that no query sees.
+        """
+        assert self.cu_seqlens is not None
+        bounds_of_samples: list[list[int]] = self.cu_seqlens.tolist()
+        pieces: list[list[tuple[int, int]]] = []
+        for part_start, part_stop in self.parts:
+            of_part: list[tuple[int, int]] = []
+            for bounds in bounds_of_samples:
+                # Documents with tokens in the part are neighbours. No query sees the keys before them,
+                # nor those after the part.
+                documents = [
+                    (start, min(stop, part_stop))
+                    for start, stop in pairwise(bounds)
+                    if max(start, part_start) < min(stop, part_stop)
+                ]
+                of_part.append((0, documents[0][0]))
+                for start, stop in documents:
+                    of_part.append((stop - max(start, part_start), stop - start))
+                of_part.append((0, self.length - part_stop))
+            pieces.append(of_part)
+        return pieces
 
     def causal_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
         """The bias [queries, keys] that hides later keys, for queries that are the tokens of the last
@@ -117,7 +154,7 @@ class Visibility:
         if like.is_cuda:
             bias: Tensor = causal_lower_right(queries, keys)
             return bias
-        if self._largest_bias is None or self._largest_bias.dtype != like.dtype:
+        if self._largest_bias is None:
             # A call is for one part of one document: for its queries in the part, and its keys up to
             # the end of the part.
             max_document = self.length if self.cu_seqlens is None else self.longest
@@ -128,61 +165,6 @@ class Visibility:
             self._largest_bias = hidden.triu_(columns - rows + 1)
         # The last row and column are the same token in every size. So a smaller bias is a corner.
         return self._largest_bias[-queries:, -keys:]
-
-    def packed(self, number: int) -> Packed:
-        """The documents of part `number`, made once. Those without a token in it have no queries."""
-        if number not in self._packed:
-            assert self.cu_seqlens is not None
-            start, stop = self.parts[number]
-            # A document that continues after the part is cut there: its last tokens are then in the part.
-            cut = torch.full_like(self.cu_seqlens[:, :1], stop)
-            bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
-            bounds_in_part = bounds.clamp(start, stop) - start
-            self._packed[number] = Packed(
-                cu_seq_q=_bounds_end_to_end(bounds_in_part, stop - start),
-                cu_seq_k=_bounds_end_to_end(bounds, self.length),
-                max_q=min(self.longest, stop - start),
-                max_k=self.longest,
-            )
-        return self._packed[number]
-
-    def pieces(self, number: int) -> Pieces:
-        """The documents that have tokens in part `number`, found once."""
-        if number in self._pieces:
-            return self._pieces[number]
-        part_start, part_stop = self.parts[number]
-        assert self.cu_seqlens is not None
-        bounds_of_rows: list[list[int]] = self.cu_seqlens.tolist()
-        pieces = Pieces()
-        covered = 0  # keys of all samples end to end that have a piece
-        for row, bounds in enumerate(bounds_of_rows):
-            for start, stop in pairwise(bounds):
-                # No query of the part sees what comes after the part.
-                seen_stop = min(stop, part_stop)
-                queries = seen_stop - max(start, part_start)
-                if queries <= 0:
-                    continue
-                first_key = row * self.length + start
-                if first_key > covered:
-                    pieces.key_lengths.append(first_key - covered)
-                pieces.query_lengths.append(queries)
-                pieces.documents.append(len(pieces.key_lengths))
-                pieces.key_lengths.append(seen_stop - start)
-                covered = row * self.length + seen_stop
-        pieces.key_lengths.append(len(bounds_of_rows) * self.length - covered)
-        self._pieces[number] = pieces
-        return pieces
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        assert self.cu_seqlens is not None
-        return int(longest_document(self.cu_seqlens))
-
-
-def longest_document(cu_seqlens: Tensor) -> Tensor:
-    """Tokens of the longest document, int32 [] on the device of the bounds [samples, n]."""
-    return cu_seqlens.diff(dim=1).max()
 
 
 def _bounds_end_to_end(bounds: Tensor, length: int) -> Tensor:
@@ -201,7 +183,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     visibility: Visibility,
-    context: ContextParallel | None = None,
+    context: ContextParallel = ALONE,
     *,
     gather_again: bool = True,
 ) -> Tensor:
@@ -211,10 +193,10 @@ def attend(
     gather_again: keep only this rank's keys and values for backward, and gather the others again.
     False: keep all, for layers whose forward is computed again anyway.
     """
-    if context is None:
+    if context.size == 1:
         return _attend_to_all(q, k, v, visibility)
     local = torch.stack((k, v))
-    gathered = _GatherSequence.apply(local, context)  # type: ignore[no-untyped-call]
+    gathered = _in_order(_AllGather.apply(local, context))  # type: ignore[no-untyped-call]
     again = _GatherAgain(local.detach(), context, gathered)
     hooks = saved_tensors_hooks(again.pack, again.unpack) if gather_again else nullcontext()
     with hooks:
@@ -236,23 +218,11 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
     if visibility.cu_seqlens is None:
         _, stop = visibility.parts[number]
         return _dense(q, k[:, :stop], v[:, :stop], visibility)
-    if _has_packed_kernel(q, k, v):
-        packed = visibility.packed(number)
-        queries = q.flatten(0, 1)
-        keys = k.flatten(0, 1)
-        values = v.flatten(0, 1)
-        mixed: Any = varlen_attn(
-            queries,
-            keys,
-            values,
-            packed.cu_seq_q,
-            packed.cu_seq_k,
-            packed.max_q,
-            packed.max_k,
-            **CAUSAL,
-        )
-        return cast(Tensor, mixed.view_as(q))
-    return _by_document(q, k, v, visibility, number)
+    if not _has_packed_kernel(q, k, v):
+        return _by_document(q, k, v, visibility, number)
+    packed = visibility.packed[number]
+    mixed: Any = varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *packed, **CAUSAL)
+    return cast(Tensor, mixed.view_as(q))
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
@@ -276,15 +246,16 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
     Time of forward and backward on two cores, compared with one mask for all pairs: the same for
     samples of 256 tokens, half for 1024, a seventh for 2048.
     """
-    pieces = visibility.pieces(number)
-    queries = torch.split(q.flatten(0, 1), pieces.query_lengths)
-    keys = torch.split(k.flatten(0, 1), pieces.key_lengths)
-    values = torch.split(v.flatten(0, 1), pieces.key_lengths)
-    mixed: list[Tensor] = []
-    for of_document, piece in zip(queries, pieces.documents, strict=True):
-        # Each as a batch of one.
-        one = _dense(of_document[None], keys[piece][None], values[piece][None], visibility)
-        mixed.append(one[0])
+    query_lengths, key_lengths = map(list, zip(*visibility.pieces[number], strict=True))
+    queries = torch.split(q.flatten(0, 1), query_lengths)
+    keys = torch.split(k.flatten(0, 1), key_lengths)
+    values = torch.split(v.flatten(0, 1), key_lengths)
+    # Each as a batch of one.
+    mixed = [
+        _dense(one_q[None], one_k[None], one_v[None], visibility)[0]
+        for one_q, one_k, one_v in zip(queries, keys, values, strict=True)
+        if len(one_q)
+    ]
     return torch.cat(mixed).view_as(q)
 
 
@@ -294,42 +265,27 @@ def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if not q.is_cuda:
         return False
+    tensors = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     parameters: Any = SDPAParams  # its stub lacks the last argument
-    no_mask = None
-    no_dropout = 0.0
-    is_causal = False
-    groups_heads = False
-    wanted = parameters(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        no_mask,
-        no_dropout,
-        is_causal,
-        groups_heads,
-    )
-    return can_use_flash_attention(wanted)
+    # No mask, no dropout, not causal, no grouped heads.
+    return can_use_flash_attention(parameters(*tensors, None, 0.0, False, False))
 
 
-class _GatherSequence(torch.autograd.Function):
-    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence."""
+class _AllGather(torch.autograd.Function):
+    """A tensor of every rank, from that of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, context: ContextParallel) -> Tensor:
+    def forward(ctx: Any, local: Tensor, context: ContextParallel) -> tuple[Tensor, ...]:
         ctx.context = context
-        return _gather(local, context)
+        return _all_gather(local, context)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradients of this rank's keys and values, summed over ranks: queries of every rank have
-        seen them. gloo reduces for each rank in turn, and sends no less than by an all-reduce.
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of this rank's tensor, summed over ranks: all of them have used it. gloo reduces
+        for each rank in turn, and sends no less than by an all-reduce.
         """
         context: ContextParallel = ctx.context
-        parts = grad.contiguous().chunk(2 * context.size, SEQUENCE)
-        of_ranks: list[Tensor] = []
-        for rank in range(context.size):
-            first, second = zigzag_parts(rank, context.size)
-            of_ranks.append(torch.cat((parts[first], parts[second]), SEQUENCE))
+        of_ranks = [grad.contiguous() for grad in grads]
         total = torch.empty_like(of_ranks[context.rank])
         dist.reduce_scatter(total, of_ranks, group=context.group)
         return total, None
@@ -362,7 +318,7 @@ class _GatherAgain:
         if isinstance(packed, Tensor):
             return packed
         if self._gathered is None:
-            self._gathered = _gather(self._local, self._context)
+            self._gathered = _in_order(_all_gather(self._local, self._context))
         tensor = self._gathered.as_strided(*packed)
         self._used += 1
         if self._used == self._saved:
@@ -371,11 +327,15 @@ class _GatherAgain:
         return tensor
 
 
-def _gather(local: Tensor, context: ContextParallel) -> Tensor:
-    """[..., kept, heads, head_dim] of each rank -> [..., S, heads, head_dim] as in the sequence."""
+def _all_gather(local: Tensor, context: ContextParallel) -> tuple[Tensor, ...]:
     local = local.contiguous()
     of_ranks = [torch.empty_like(local) for _ in range(context.size)]
     dist.all_gather(of_ranks, local, group=context.group)
+    return tuple(of_ranks)
+
+
+def _in_order(of_ranks: Sequence[Tensor]) -> Tensor:
+    """[..., kept, heads, head_dim] of each rank -> [..., S, heads, head_dim] as in the sequence."""
     halves = [tensor.chunk(2, SEQUENCE) for tensor in of_ranks]
     # Zig-zag: the first halves of all ranks upwards, then the second halves downwards.
     in_order = [first for first, _ in halves] + [second for _, second in reversed(halves)]

@@ -1,7 +1,7 @@
 """The example GPT: RoPE, RMSNorm, SDPA, SwiGLU, tied embeddings. Small, plain, fast enough for a
 laptop.
 
-A rank has all of its layers, or some as a pipeline stage. `parallelize` splits the linear layers over
+A rank has all of its layers, or some as a pipeline stage. `stages` splits the linear layers over
 tensor-parallel ranks, and `attention.attend` works on sequences that are split over context-parallel
 ranks.
 """
@@ -9,34 +9,19 @@ ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import checkpoint
 
-from streammega.errors import ConfigError
 from streammega.order.sharding import zigzag_bounds
-from streammega.train.attention import ContextParallel, Visibility, attend
+from streammega.train.attention import ALONE, ContextParallel, Visibility, attend
 from streammega.train.config import ModelConfig
 
 ROPE_BASE = 10_000.0
 INITIAL_STD = 0.02
-TIED = "head.weight"
-"""The output projection. It shares the embedding's weight, or has a copy on a last stage without an
-embedding.
-"""
 
 
 class GPT(nn.Module):
@@ -45,21 +30,45 @@ class GPT(nn.Module):
     A stage without the embedding takes activations [batch, S, dim], and one without the head returns
     them. Split over tensor-parallel ranks, the logits are of this rank's part of the vocabulary, and
     with sequence parallelism activations are of its part of S.
+
+    Args:
+        config: of the whole model.
+        stage, num_stages: the pipeline stage to make.
+        context: the ranks over which sequences are split.
+        recompute: layers keep only their input for backward, and compute activations again.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        stage: int = 0,
+        num_stages: int = 1,
+        *,
+        context: ContextParallel = ALONE,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         dim = config.dim
         vocab_size = config.vocab_size
+        is_last = stage == num_stages - 1
+        start = config.layers * stage // num_stages
+        stop = config.layers * (stage + 1) // num_stages
         self.head_dim = dim // config.heads
-        self.embedding: nn.Embedding | None = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(dim)
-        self.head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
-        self.head.weight = self.embedding.weight
-        self.context: ContextParallel | None = None
-        self.recomputes = False
-        """Whether layers keep only their input for backward, and compute activations again."""
+        self.context = context
+        self.recompute = recompute
+        self.embedding = nn.Embedding(vocab_size, dim) if stage == 0 else None
+        # Keys are numbers, so that the parameters of a stage have the names of the whole model.
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, context, recompute) for layer in range(start, stop)}
+        )
+        self.norm = nn.RMSNorm(dim) if is_last else None
+        self.head = nn.Linear(dim, vocab_size, bias=False) if is_last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Share the weight of embedding and head, also again after both were changed separately."""
+        if self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """(name, first values) of each parameter, one at a time: matrices are drawn, norms begin
@@ -84,26 +93,22 @@ class GPT(nn.Module):
         x: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
-        longest: Tensor | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """Logits or activations.
 
         x: token ids, or activations of the stage before. cu_seqlens: int32 [batch, n], bounds of
-        documents in whole samples; None: a sample is one document. longest: int64 [batch] on the host,
-        at least the tokens of the longest document; None: it is read from the device.
+        documents in whole samples; None: a sample is one document. longest: at least the tokens of the
+        longest document; None: it is read from the device.
         """
         rotation = rope(position_ids, self.head_dim)
-        context = self.context
-        cp_rank = 0 if context is None else context.rank
-        cp_size = 1 if context is None else context.size
-        length = position_ids.shape[1] * cp_size
-        parts = zigzag_bounds(length, cp_rank, cp_size)
-        longest_tokens = None if longest is None else int(longest.max())
-        visibility = Visibility(parts, length, cu_seqlens, longest_tokens)
+        length = position_ids.shape[1] * self.context.size
+        parts = zigzag_bounds(length, self.context.rank, self.context.size)
+        visibility = Visibility(parts, length, cu_seqlens, longest)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks.values():
-            if self.recomputes:
+            if self.recompute:
                 # Nothing in a block is random, so no state of a generator has to be restored.
                 x = checkpoint(
                     block, x, rotation, visibility, use_reentrant=False, preserve_rng_state=False
@@ -115,95 +120,18 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def keep_stage(self, stage: int, stages: int) -> None:
-        """Become one of `stages` pipeline stages: drop the layers of the others.
-
-        Raises ConfigError if there are too many.
-        """
-        layers = len(self.blocks)
-        if stages > layers:
-            raise ConfigError(
-                f"{stages} pipeline stages for {layers} layers: "
-                f"lower parallel.pp, or add model.layers"
-            )
-        first = layers * stage // stages
-        last = layers * (stage + 1) // stages
-        # Keys are numbers, so that the parameters of a stage have the names of the whole model.
-        names = [str(number) for number in range(first, last)]
-        self.blocks = nn.ModuleDict({name: self.blocks[name] for name in names})
-        if stage > 0:
-            self.embedding = None
-        if stage < stages - 1:
-            self.norm = None
-            self.head = None
-
-    def use_context(self, context: ContextParallel | None) -> None:
-        """Let attention reach the tokens of other context-parallel ranks."""
-        self.context = context
-        for block in self.blocks.values():
-            assert isinstance(block, Block)
-            block.context = context
-
-    def recompute(self) -> None:
-        """Compute the activations of all layers again in backward."""
-        self.recomputes = True
-        for block in self.blocks.values():
-            assert isinstance(block, Block)
-            # Forward is computed again, and gathers keys and values then.
-            block.gather_again = False
-
-    def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head
-        then returns a part of the logits.
-
-        sequence_parallel: between the layers a rank keeps only its part of the sequence. Norms then
-        gather their output, once for all layers that take it.
-        """
-        between = Shard(1) if sequence_parallel else Replicate()
-        plan: dict[str, ParallelStyle] = {
-            "head": ColwiseParallel(output_layouts=Shard(-1)),
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        }
-        for name in ("q", "k", "v", "gate", "up"):
-            plan[f"blocks.*.{name}"] = ColwiseParallel()
-        for name in ("project", "down"):
-            plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=between)
-        self._apply_styles(plan, mesh)
-        if sequence_parallel:
-            gather = PrepareModuleOutput(
-                output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False
-            )
-            norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
-            # Two styles for each norm: a plan has one style for a module, so there are two plans.
-            self._apply_styles({name: SequenceParallel() for name in norms}, mesh)
-            self._apply_styles(dict.fromkeys(norms, gather), mesh)
-        self.tie()
-
-    def _apply_styles(self, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-        """Apply styles by the names of modules, except those that this stage has dropped."""
-        kept: dict[str, ParallelStyle] = {}
-        for name, style in styles.items():
-            is_dropped = name in ("embedding", "norm", "head") and getattr(self, name) is None
-            if not is_dropped:
-                kept[name] = style
-        parallelize_module(self, mesh, kept)
-
-    def tie(self) -> None:
-        """Share the weight of embedding and head again, after both were changed separately."""
-        if self.embedding is not None and self.head is not None:
-            self.head.weight = self.embedding.weight
-
 
 class Block(nn.Module):
     """Attention, then a gated feed-forward, each on a normed residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, context: ContextParallel, recompute: bool) -> None:
         super().__init__()
         dim = config.dim
         hidden = hidden_size(dim)
         self.head_dim = dim // config.heads
-        self.context: ContextParallel | None = None
-        self.gather_again = True
+        self.context = context
+        # A forward that is computed again gathers keys and values then.
+        self.gather_again = not recompute
         self.attention_norm = nn.RMSNorm(dim)
         self.q = nn.Linear(dim, dim, bias=False)
         self.k = nn.Linear(dim, dim, bias=False)

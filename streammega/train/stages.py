@@ -1,17 +1,31 @@
-"""The stages of the model on a rank: cut out of the whole model, split over groups of ranks, and filled
-with the first weights.
+"""The stages of the model on a rank: cut out of the whole model, split over tensor-parallel ranks, sharded
+over data-parallel ranks by torch's fully_shard, and filled with the first weights.
+
+With fully_shard parameters stay in fp32 and are gathered in the dtype of the computation. Gradients are
+summed over ranks in fp32.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from streammega.errors import ConfigError
 from streammega.gradients.buffers import local_part
@@ -20,48 +34,111 @@ from streammega.parallel.layout import ParallelLayout
 from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
 from streammega.train.losses import VocabPart
-from streammega.train.model import GPT, TIED, hidden_size
-from streammega.train.sharding import DATA, TENSOR, make_mesh, shard
+from streammega.train.model import GPT, hidden_size
+
+DATA = "dp-cp"
+TENSOR = "tp"
 
 
-def make_stages(
-    config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
-) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """(the stages of this rank, the shapes of the parameters of the whole model, by name)."""
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
-    is_sharded = config.parallel.optimizer == "sharded"
-    mesh = make_mesh(ranks, device.type) if is_sharded else None
+@dataclass(frozen=True)
+class Stages:
+    """The stages of the model that this rank holds.
+
+    chunks: the modules, as virtual pipeline stages are called in torch and Megatron. ids: their numbers
+    among the `num_stages` of all pipeline ranks. parameter_shapes: of the whole model, by name.
+    """
+
+    chunks: list[GPT]
+    ids: Sequence[int]
+    num_stages: int
+    parameter_shapes: Mapping[str, torch.Size]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank has the stage that takes tokens."""
+        return self.ids[0] == 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the stage that computes the loss."""
+        return self.ids[-1] == self.num_stages - 1
+
+
+def make_stages(config: RunConfig, ranks: Ranks, device: torch.device) -> Stages:
+    """Make the stages of this rank. Memory is made only for its own parts of their parameters."""
+    parallel = config.parallel
+    mesh = make_mesh(ranks, device.type) if parallel.optimizer == "sharded" else None
     tensor_group = ranks.group(TENSOR)
-    context_group = ranks.group("cp")
-    # On the meta device first: memory is made only for what this rank keeps.
+    context = ContextParallel(ranks.group("cp"), ranks.at["cp"], ranks.layout.cp)
+    recompute = config.train.recompute == "full"
+    # Interleaved: pipeline rank r has the stages r, r + pp, r + 2 * pp and so on.
+    pp = ranks.layout.pp
+    num_stages = pp * parallel.virtual_pipeline_stages
+    ids = range(ranks.at["pp"], num_stages, pp)
+    # On the meta device, until only this rank's parts are left.
     with torch.device("meta"):
         full_model = GPT(config.model)
-        chunks = [GPT(config.model) for _ in stage_ids]
-    for chunk, stage in zip(chunks, stage_ids, strict=True):
-        chunk.keep_stage(stage, num_stages)
-        if config.train.recompute == "full":
-            chunk.recompute()
-        # Split on the meta device, so that memory is made for this rank's parts alone.
+        chunks = [
+            GPT(config.model, stage, num_stages, context=context, recompute=recompute)
+            for stage in ids
+        ]
+    for chunk in chunks:
         if tensor_group is not None:
-            of_tensor = mesh[TENSOR] if mesh is not None else None
-            chunk.parallelize(
-                of_tensor or DeviceMesh.from_group(tensor_group, device.type),
-                sequence_parallel=config.parallel.sequence_parallel,
+            tensor_mesh = (
+                DeviceMesh.from_group(tensor_group, device.type, mesh_dim_names=(TENSOR,))
+                if mesh is None
+                else mesh[TENSOR]
             )
-        if context_group is not None:
-            chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))
+            split_layers(chunk, tensor_mesh, sequence_parallel=parallel.sequence_parallel)
         if mesh is not None:
-            shard(chunk, mesh[DATA], dtype)
+            shard(chunk, mesh[DATA], getattr(torch, config.train.dtype))
         chunk.to_empty(device=device)
         chunk.tie()
     _initialize(chunks, full_model, config.train.seed)
     shapes = {canonical(name): parameter.shape for name, parameter in full_model.named_parameters()}
-    return chunks, shapes
+    return Stages(chunks, ids, num_stages, shapes)
 
 
 def canonical(name: str) -> str:
-    """The name of a parameter in the whole model. The weight of a head is the embedding's there."""
-    return "embedding.weight" if name == TIED else name
+    """The name of a parameter in the whole model. There the head shares the embedding's weight; a last
+    stage without an embedding has a copy.
+    """
+    return "embedding.weight" if name == "head.weight" else name
+
+
+def split_layers(chunk: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split the linear layers of a stage over a one-dimensional mesh, by torch's parallelize_module. The
+    head then returns a part of the logits.
+
+    sequence_parallel: between the layers a rank keeps only its part of the sequence. Norms then gather
+    their output, once for all layers that take it.
+    """
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "head": ColwiseParallel(output_layouts=Shard(-1)),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    }
+    for name in ("q", "k", "v", "gate", "up"):
+        plan[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in ("project", "down"):
+        plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=between)
+    plans = [plan]
+    if sequence_parallel:
+        gather = PrepareModuleOutput(
+            output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False
+        )
+        norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
+        # A plan has one style for a module, and these have two.
+        plans += [dict.fromkeys(norms, SequenceParallel()), dict.fromkeys(norms, gather)]
+    for styles in plans:
+        # A stage may be without embedding, norm and head.
+        here = {
+            name: style
+            for name, style in styles.items()
+            if getattr(chunk, name.partition(".")[0]) is not None
+        }
+        parallelize_module(chunk, mesh, here)
+    chunk.tie()
 
 
 def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
@@ -74,9 +151,86 @@ def vocab_part(vocab_size: int, ranks: Ranks) -> VocabPart | None:
     return VocabPart(group, start, min(share, vocab_size - start))
 
 
+def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+    """The mesh of this rank's pipeline stage, of the groups of `ranks`: [dp-cp], or [dp-cp, tp] with
+    tensor parallelism. `make_stages` gives the first to fully_shard, the second to tensor parallelism.
+
+    `ranks.group` gives no group where this rank is alone, and knows the names of GROUPS in
+    parallel/groups.py.
+    """
+    data_group = ranks.group(DATA) or _group_of_one(ranks.rank)
+    tensor_group = ranks.group(TENSOR)
+    if tensor_group is None:
+        return DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA,))
+    layout = ranks.layout
+    of_stage = layout.grid(("pp", "dp", "cp", "tp"))[ranks.at["pp"]].reshape(-1, layout.tp)
+    return DeviceMesh.from_group(
+        [data_group, tensor_group],
+        device_type,
+        torch.from_numpy(of_stage),
+        mesh_dim_names=(DATA, TENSOR),
+    )
+
+
+def _group_of_one(rank: int) -> dist.ProcessGroup:
+    """A group of this rank alone: fully_shard needs one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def shard(chunk: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Divide a stage over the ranks of a mesh, block by block. It computes in `dtype`."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # angles of rotary embeddings stay in fp32
+    )
+    # Logits of a part of the vocabulary are a view. They are not changed in place here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in (*chunk.blocks.values(), chunk):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        assert isinstance(module, FSDPModule)
+        # Plain sums: they are divided by the tokens of all ranks later, and gloo has no scaled sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def _initialize(chunks: Sequence[GPT], full_model: GPT, seed: int) -> None:
+    """Give the parameters of stages their first values, the same on every layout of ranks.
+
+    Every rank draws all parameters of the whole model, one at a time, and keeps its own part. So no
+    rank needs memory for the whole model.
+
+    Args:
+        chunks: modules whose parameters have memory; they may be DTensors.
+        full_model: the complete model, on the meta device.
+        seed: of the generator.
+    """
+    parameters = {
+        canonical(name): parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    for name, values in full_model.initial_values(seed):
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+                values = values.narrow(dim, offset, size)
+        local_part(parameter).copy_(values)
+
+
 def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
-    """Raise ConfigError for steps with too few micro-batches for the pipeline stages, and for sizes that
-    do not divide over tensor-parallel ranks.
+    """Raise ConfigError for too few layers or micro-batches for the pipeline stages, and for sizes that do
+    not divide over tensor-parallel ranks.
     """
     tp = layout.tp
     pp = layout.pp
@@ -93,6 +247,12 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
                 f"parallel.pp {pp} needs {needs} {pp}; change train.global_batch_size or "
                 f"train.micro_batch_size"
             )
+    num_stages = pp * config.parallel.virtual_pipeline_stages
+    if num_stages > model.layers:
+        raise ConfigError(
+            f"{num_stages} pipeline stages for {model.layers} layers: "
+            f"lower parallel.pp, or add model.layers"
+        )
     if model.heads % tp:
         raise ConfigError(
             f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them"
@@ -118,31 +278,3 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
                 f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank "
                 f"keeps; change data.sequence_length or tp, or set parallel.sequence_parallel=false"
             )
-
-
-@torch.no_grad()
-def _initialize(chunks: Sequence[nn.Module], full_model: GPT, seed: int) -> None:
-    """Give the parameters of stages their first values, the same on every layout of ranks.
-
-    Every rank draws all parameters of the whole model, one at a time, and keeps its own part. So no
-    rank needs memory for the whole model.
-
-    Args:
-        chunks: modules whose parameters have memory; they may be DTensors.
-        full_model: the complete model, on the meta device.
-        seed: of the generator.
-    """
-    parameters_of: dict[str, list[nn.Parameter]] = {}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameters_of.setdefault(canonical(name), []).append(parameter)
-    for name, values in full_model.initial_values(seed):
-        for parameter in parameters_of.get(canonical(name), ()):
-            part = values
-            if isinstance(parameter, DTensor):
-                sizes, offsets = compute_local_shape_and_global_offset(
-                    parameter.shape, parameter.device_mesh, parameter.placements
-                )
-                for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-                    part = part.narrow(dim, offset, size)
-            local_part(parameter).copy_(part)

@@ -48,7 +48,7 @@ from streammega.train.config import RunConfig
 from streammega.train.config_check import check_ranks_agree, hash_over_ranks, settings_of
 from streammega.train.devices import DeviceTimer, metrics_port_of, process_info, set_numerics
 from streammega.train.losses import Losses
-from streammega.train.optimizer import LossScale, learning_rate
+from streammega.train.optimizer import LossScale, learning_rate, make_optimizer
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog, was_evaluated
 from streammega.train.signals import StopRequests, Terminated
@@ -104,7 +104,9 @@ class Trainer:
         self.stop_requests = StopRequests()
         self._open_data()
         self.model = ParallelModel(config, self.ranks, device)
-        self.optimizer = self.model.make_optimizer()
+        self.optimizer: torch.optim.Optimizer = make_optimizer(
+            self.model.chunks, train, fused=self.model.is_sharded
+        )
         self.scale = LossScale() if train.dtype == "float16" else None
         self.grad_sync = DeviceTimer(device)
         """Times how long this rank waits for the others until gradients are summed."""

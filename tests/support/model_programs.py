@@ -140,13 +140,13 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
     """
     import torch.distributed as dist
 
-    context = attention.ContextParallel(dist.group.WORLD, rank, 2)  # type: ignore[arg-type]
+    context = attention.ContextParallel(dist.group.WORLD, rank, 2)
     parts = zigzag_bounds(512, rank, 2)
     bounds = None if documents is None else torch.tensor(documents, dtype=torch.int32)
     gathers: list[int] = []
-    gather = attention._gather
+    gather = attention._all_gather
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(*arguments: Any) -> tuple[torch.Tensor, ...]:
         gathers.append(1)
         return gather(*arguments)
 
@@ -154,7 +154,7 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator, requires_grad=True) for _ in range(3))
     found = []
     grads = []
-    attention._gather = counted  # type: ignore[assignment]
+    attention._all_gather = counted  # type: ignore[assignment]
     try:
         for again in (False, True):
             visibility = Visibility(parts, 512, bounds)
@@ -164,7 +164,7 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
                 grads.append(torch.autograd.grad(loss, (q, k, v), retain_graph=retained))
                 found.append(len(gathers))
     finally:
-        attention._gather = gather
+        attention._all_gather = gather
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
     return found
@@ -175,7 +175,7 @@ def collectives_of_backward(rank: int) -> dict[str, int]:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
 
-    context = attention.ContextParallel(dist.group.WORLD, rank, 2)  # type: ignore[arg-type]
+    context = attention.ContextParallel(dist.group.WORLD, rank, 2)
     q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
     mixed = attention.attend(
         q, k, v, Visibility(zigzag_bounds(16, rank, 2), 16), context, gather_again=False
@@ -260,6 +260,8 @@ def memory_of_a_stage(rank: int, run_file: str, overrides: list[str]) -> tuple[i
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")  # the height begins anew
     before = resident("VmRSS")
-    chunks, shapes = make_stages(config, ranks, 4, [1], CPU)
-    own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    return resident("VmHWM") - before, 4 * own, 4 * sum(shape.numel() for shape in shapes.values())
+    stages = make_stages(config, ranks, CPU)
+    height = resident("VmHWM") - before
+    own = sum(parameter.numel() for chunk in stages.chunks for parameter in chunk.parameters())
+    whole = sum(shape.numel() for shape in stages.parameter_shapes.values())
+    return height, 4 * own, 4 * whole

@@ -45,7 +45,7 @@ from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 from streammega.train.parallel_model import gradient_sync
-from streammega.train.sharding import make_mesh, shard
+from streammega.train.stages import make_mesh, shard
 from tools.bench import corpus, harness
 from tools.bench.object_server import running
 
