@@ -46,7 +46,7 @@ class StepLosses:
         rows = logits.flatten(0, 1)
         labels = target.flatten()
         if self._part is not None:
-            losses = vocab_parallel_loss(rows, labels, self._part, IGNORED)
+            losses = vocab_parallel_loss(rows, labels, self._part)
         else:
             losses = F.cross_entropy(rows.float(), labels, ignore_index=IGNORED, reduction="none")
         loss_of_sample = losses.view_as(target).sum(1)
@@ -75,14 +75,14 @@ class VocabPart:
     size: int
 
 
-def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart) -> Tensor:
     """The cross entropy of each row, float32 [rows], the same on all ranks of the group. It is 0 where
-    the target is `ignored`.
+    the target is IGNORED.
 
     logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole
     vocabulary.
     """
-    loss: Tensor = _VocabParallelLoss.apply(logits, target, part, ignored)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelLoss.apply(logits, target, part)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -96,7 +96,7 @@ class _VocabParallelLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart) -> Tensor:
         """Two small collectives: of the largest logits, so that exponentials do not overflow, and of both
         sums together.
         """
@@ -105,7 +105,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         largest = values.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
         values -= largest[:, None]
-        used = target != ignored
+        used = target != IGNORED
         column = target - part.start
         # The logit of each target is added by the one rank that has it; the others add 0.
         here = (column >= 0) & (column < values.shape[1]) & used
@@ -122,11 +122,11 @@ class _VocabParallelLoss(torch.autograd.Function):
         return torch.where(used, sum_of_exponentials.log() - target_logit, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """grad: [rows], the same on all ranks. There is no collective."""
         probabilities, column, here, used = ctx.saved_tensors
         grad = grad.masked_fill(~used, 0.0)[:, None]
         grad_logits = probabilities * grad
         less_at_target = -grad * here[:, None]
         grad_logits.scatter_add_(1, column, less_at_target)
-        return grad_logits.to(ctx.dtype), None, None, None
+        return grad_logits.to(ctx.dtype), None, None

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from streammega import ParallelLayout, Ranks
 from streammega.order.sharding import zigzag_bounds
 from streammega.train import attention
 from streammega.train.attention import Visibility
 from streammega.train.config import RunConfig, load_run
-from streammega.train.parallel_model import ParallelModel
+from streammega.train.losses import VocabPart, vocab_parallel_loss
+from streammega.train.model import GPT
+from streammega.train.parallel_model import ParallelModel, named_parameters
+from streammega.train.stages import make_stages
 
 CPU = torch.device("cpu")
 
@@ -55,8 +63,6 @@ def model_of(
     run_file: str, overrides: list[str], device: torch.device = CPU
 ) -> tuple[ParallelModel, RunConfig]:
     """The model of a run on this world's ranks."""
-    import torch.distributed as dist
-
     config = load_run(run_file, overrides)
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = {name: getattr(config.parallel, name) for name in ("tp", "cp", "pp")}
@@ -96,10 +102,6 @@ def batch_of(
 
 def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
     """The gradients that optimizers would see, by name, whole."""
-    from torch.distributed.tensor import DTensor
-
-    from streammega.train.parallel_model import named_parameters
-
     found = {}
     for name, parameter in named_parameters(model).items():
         grad = parameter.grad
@@ -138,8 +140,6 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
     gathered again, and of a graph that is walked twice the second time. Gradients must be the same
     to the bit.
     """
-    import torch.distributed as dist
-
     context = attention.ContextParallel(dist.group.WORLD, rank, 2)
     parts = zigzag_bounds(512, rank, 2)
     bounds = None if documents is None else torch.tensor(documents, dtype=torch.int32)
@@ -172,9 +172,6 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
 
 def collectives_of_backward(rank: int) -> dict[str, int]:
     """The collectives of backward through attention of two context-parallel ranks, by name."""
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import CommDebugMode
-
     context = attention.ContextParallel(dist.group.WORLD, rank, 2)
     q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
     mixed = attention.attend(
@@ -189,11 +186,6 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     """How far losses, and gradients of a weighted sum of them, lie from those of whole logits; and
     whether ranks agree.
     """
-    import torch.distributed as dist
-    import torch.nn.functional as F
-
-    from streammega.train.losses import VocabPart, vocab_parallel_loss
-
     generator = torch.Generator().manual_seed(3)
     rows = 200
     entries = 50
@@ -207,7 +199,7 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     start = sum(len(part) for part in torch.arange(entries).chunk(ranks)[:rank])
     own = whole.detach().chunk(ranks, 1)[rank].clone().requires_grad_()
     part = VocabPart(dist.group.WORLD, start, own.shape[1])  # type: ignore[arg-type]
-    losses = vocab_parallel_loss(own, target, part, -100)
+    losses = vocab_parallel_loss(own, target, part)
     (losses * weights).sum().backward()
     assert own.grad is not None
     assert whole.grad is not None
@@ -222,11 +214,6 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
 
 def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
     """Whether this rank's parameters are its part of those that one rank alone draws."""
-    from torch.distributed.tensor import DTensor
-
-    from streammega.train.model import GPT
-    from streammega.train.parallel_model import named_parameters
-
     model, config = model_of(run_file, overrides)
     alone = GPT(config.model)
     alone.init_weights(config.train.seed)
@@ -244,10 +231,6 @@ def memory_of_a_stage(rank: int, run_file: str, overrides: list[str]) -> tuple[i
     """Bytes of resident memory that making the second of four stages takes at its height; of its
     parameters, and of all.
     """
-    from types import SimpleNamespace
-
-    from streammega.train.stages import make_stages
-
     config = load_run(run_file, overrides)
     ranks: Any = SimpleNamespace(
         layout=ParallelLayout(pp=4), group=lambda _: None, at={"cp": 0, "tp": 0, "pp": 1}
