@@ -1,16 +1,16 @@
-"""The model of a run on one rank, and how a step computes its gradients on any layout.
+"""The model of a run on one rank, and how a step makes its gradients on any layout.
 
-forward, backward   `forward_backward`: one micro-batch after the other, or all of them through the
-                    pipeline. In the last backward gradients are summed over dp-cp ranks: bucket by
-                    bucket (replicated), or layer by layer by fully_shard, which gathers
-                    parameters too (sharded)
-in a layer          tensor-parallel ranks sum activations, or with sequence parallelism gather
-                    and scatter them (`stages.split_layers`). Context-parallel ranks gather keys
-                    and values, and scatter their gradients (`attention`)
-the loss            is a sum over tokens, of the whole vocabulary (`losses`)
+forward, backward   `forward_backward` runs one micro-batch after the other, or all of them through the
+                    `pipeline`. The last backward sums gradients over dp-cp ranks as it makes them.
+                    With optimizer = "replicated" BucketedDataParallel does that, bucket by bucket;
+                    with "sharded" fully_shard, layer by layer, which gathers parameters too
+within a layer      tensor-parallel ranks sum activations, or with sequence parallelism gather and
+                    scatter them (`stages.split_layers`). Context-parallel ranks gather keys and
+                    values, and scatter their gradients (`attention`)
+loss                a sum over tokens; of divided vocabularies ranks exchange what they need (`losses`)
 `finish_gradients`  waits for the sums, adds up both copies of the embedding, and divides by the
                     tokens of all ranks
-`clip_grad_norm_`   one norm over all ranks
+`clip_grad_norm_`   takes one norm over all ranks
 """
 
 from __future__ import annotations
