@@ -10,7 +10,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ MAX_TEXT_BYTES = 1 << 30
 """The largest member of a tar that is read, as of `convert`: a few packed bytes may become very many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextPosition:
+class TextPosition(NamedTuple):
     """A token of a lane: number `token` of text `text` of shard `shard`. Shards are numbered on through
     all passes.
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
+import itertools
 import math
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,22 +38,20 @@ from streammega.loading import StreamLoader
 from streammega.loading.iterate import Iteration
 from streammega.loading.ranks import check_alone, data_parallel
 from streammega.order.schedule import TrainingSchedule
-from streammega.order.state import canonical_json, describe_differences
+from streammega.order.state import canonical_json, make_state, parse_state
 from streammega.samples.fields import Batch, batch_fields
+from streammega.storage.thread_pool import ordered_map
 
 __all__ = ["TextStream", "join_states", "loader_stage", "webdataset_texts"]
 
 log = get_logger(__name__)
 
-STATE_VERSION = 1
-COUNTS = ("consumed_samples", "batch_offset")
-STATE_KEYS = {"version", *COUNTS, "positions", "identity"}
+POSITIONS = "positions"
+"""The entry of a state that has the positions of lanes; the others are those of every loader's state."""
 OF_DATASETS = ("exclude_documents", "exclude_samples", "phases", "inter_document_masking")
 """Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
 but that change what is trained on.
 """
-POLL_SECONDS = 0.2
-"""How often the thread that reads ahead checks whether its items are still wanted."""
 
 
 def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
@@ -191,13 +188,13 @@ class TextStream:
 
         With one lane it is the same on every rank; of several `join_states` makes one state.
         """
-        return {
-            "version": STATE_VERSION,
-            "consumed_samples": self._consumed,
-            "batch_offset": self._offset,
-            "positions": format_positions(self._positions),
-            "identity": canonical_json(self._identity()),
-        }
+        state = make_state(
+            self._identity(),
+            self._consumed,
+            self._offset,
+            global_batch_size=self._global_batch_size,
+        )
+        return state | {POSITIONS: canonical_json(self._positions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after what was handed out when the state was taken, on any number of ranks.
@@ -206,28 +203,18 @@ class TextStream:
         of this rank, or one that these ranks cannot go on from, and changes nothing. Whether the
         text in which it stops is still the same shows when the first batch is asked for.
         """
-        if not isinstance(state, Mapping) or not set(state) >= STATE_KEYS:
-            raise StateError(
-                f"this is no state of a TextStream, which has {', '.join(sorted(STATE_KEYS))}; "
-                f"pass what its state_dict() returned"
-            )
-        if state["version"] != STATE_VERSION:
-            raise StateError(
-                f"the state has version {state['version']!r}, this release reads {STATE_VERSION}"
-            )
-        consumed, offset = (state[name] for name in COUNTS)
-        if any(type(count) is not int or count < 0 for count in (consumed, offset)):
-            raise StateError(f"{', '.join(COUNTS)} of the state are not counts; it is damaged")
-        self._check_identity(state["identity"])
-        remaining = self._global_batch_size - offset
+        saved = parse_state(state)
+        saved.check(self._identity())
+        remaining = self._global_batch_size - saved.offset
         if remaining <= 0 or remaining % self._step_samples:
             raise StateError(
-                f"the state stops {offset} samples into a global batch of {self._global_batch_size}; "
-                f"the remaining {remaining} are no whole micro-steps of {self._step_samples}. Resume "
-                "with the former sizes and ranks, or from a state between global batches"
+                f"the state stops {saved.offset} samples into a global batch of "
+                f"{self._global_batch_size}; the remaining {remaining} are no whole micro-steps of "
+                f"{self._step_samples}. Resume with the former sizes and ranks, or from a state between "
+                "global batches"
             )
-        positions = parse_positions(state["positions"])
-        lanes = self._lanes_of_rank(consumed)
+        positions = parse_positions(state.get(POSITIONS))
+        lanes = self._lanes_of_rank(saved.consumed)
         missing = [lane for lane in lanes if lane not in positions]
         if missing:
             raise StateError(
@@ -235,7 +222,7 @@ class TextStream:
                 f"them {missing[0]}: it is that of other ranks; give join_states those of all"
             )
         self._stop("load_state_dict moved its stream elsewhere")
-        self._go_to(consumed, offset, {lane: positions[lane] for lane in lanes})
+        self._go_to(saved.consumed, saved.offset, {lane: positions[lane] for lane in lanes})
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has. Raises StateError while the stream has an iteration."""
@@ -278,19 +265,6 @@ class TextStream:
             "lanes": self._lanes,
         }
 
-    def _check_identity(self, text: Any) -> None:
-        try:
-            saved = parse_json(text)
-        except (TypeError, ValueError):
-            raise StateError("identity of the state is no JSON; it is damaged") from None
-        differences = describe_differences(saved, self._identity())
-        if differences:
-            raise StateError(
-                "the state counts samples of other texts:\n  "
-                + "\n  ".join(differences)
-                + "\nrestore these settings, or begin without the state"
-            )
-
     def _go_to_the_start(self) -> None:
         self._go_to(0, 0, dict.fromkeys(self._lanes_of_rank(0), TextPosition()))
 
@@ -313,13 +287,16 @@ class TextStream:
 
     def _batches(self) -> Generator[Batch, None, None]:
         start = self._consumed
-        # a global batch ahead
-        ahead = ReadAhead(
-            self._micro_steps(start, self._offset, dict(self._positions)),
-            self._global_batch_size // self._step_samples,
+        steps = self._micro_steps(start, self._offset, dict(self._positions))
+        # one thread makes them in turn, a global batch ahead
+        ahead = ordered_map(
+            lambda _: next(steps, None),
+            itertools.repeat(None),
+            max_threads=1,
+            ahead_items=self._global_batch_size // self._step_samples,
         )
-        try:
-            for ids, positions in ahead:
+        with closing(ahead):
+            for ids, positions in iter(ahead.__next__, None):
                 try:
                     batch = batch_fields(ids, None, self._texts.fields, bounds=True)
                 except FormatError as error:
@@ -329,8 +306,6 @@ class TextStream:
                 self._offset = (self._offset + self._step_samples) % self._global_batch_size
                 self._positions |= positions
                 yield batch
-        finally:
-            ahead.stop()
         self._has_ended = True
         if not self._consumed:
             raise FormatError(
@@ -388,9 +363,9 @@ def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     positions: dict[int, TextPosition] = {}
     for state in states:
-        if "positions" not in state:
+        if POSITIONS not in state:
             raise StateError("join_states takes what state_dict() of a TextStream returned")
-        others = {name: value for name, value in state.items() if name != "positions"}
+        others = {name: value for name, value in state.items() if name != POSITIONS}
         if joined and others != joined:
             differing = sorted(name for name in joined if joined[name] != others.get(name))
             raise StateError(
@@ -398,72 +373,23 @@ def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 "of one run after the same batch"
             )
         joined = others
-        positions |= parse_positions(state["positions"])
+        positions |= parse_positions(state[POSITIONS])
     if not joined:
         raise StateError("there is no state to join")
-    return joined | {"positions": format_positions(positions)}
-
-
-def format_positions(positions: Mapping[int, TextPosition]) -> str:
-    """The positions of lanes, by their numbers, as a short text of JSON."""
-    fields = {lane: astuple(position) for lane, position in sorted(positions.items())}
-    return json.dumps(fields, separators=(",", ":"))
+    return joined | {POSITIONS: canonical_json(positions)}
 
 
 def parse_positions(text: Any) -> dict[int, TextPosition]:
-    """What `format_positions` made. Raises StateError for a damaged text."""
+    """The positions of lanes in a state, by the numbers of the lanes. Raises StateError for a damaged
+    text.
+    """
     try:
-        positions: dict[int, TextPosition] = {}
-        for lane, (shard, number, token, digest) in parse_json(text).items():
-            counts = (shard, number, token)
-            if any(type(count) is not int or count < 0 for count in counts):
-                raise ValueError("no counts")
-            if type(digest) is not str:
-                raise ValueError("no digest")
-            position = TextPosition(shard=shard, text=number, token=token, digest=digest)
-            positions[int(lane)] = position
-        return positions
+        positions = {
+            int(lane): TextPosition._make(fields) for lane, fields in parse_json(text).items()
+        }
+        for *counts, digest in positions.values():
+            if type(digest) is not str or any(type(n) is not int or n < 0 for n in counts):
+                raise ValueError("no position")
     except (AttributeError, TypeError, ValueError):
         raise StateError("the state has positions that no lane can have; it is damaged") from None
-
-
-class ReadAhead(Iterator[Any]):
-    """What an iterator gives, made so many items ahead by a thread.
-
-    A daemon thread: what it reads holds up no end of the program.
-    """
-
-    def __init__(self, items: Iterator[Any], count: int) -> None:
-        self._items = items
-        self._made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=count)
-        self._stopped = threading.Event()
-        threading.Thread(target=self._make, name="streammega-texts", daemon=True).start()
-
-    def __next__(self) -> Any:
-        item, error = self._made.get()
-        if error is not None:
-            raise error
-        return item
-
-    def stop(self) -> None:
-        """What follows is not wanted."""
-        self._stopped.set()
-
-    def _make(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item, None):
-                    return
-            self._put(None, StopIteration())
-        except BaseException as error:  # whatever it is, the one who waits gets it
-            self._put(None, error)
-
-    def _put(self, item: Any, error: BaseException | None) -> bool:
-        """Hand over an item; whether it is wanted."""
-        while not self._stopped.is_set():
-            try:
-                self._made.put((item, error), timeout=POLL_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
+    return positions

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -188,18 +188,26 @@ def parallel_map(
 
 
 def ordered_map(
-    function: Callable[[Item], Result], items: Iterable[Item], max_threads: int
-) -> Iterator[Result]:
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    max_threads: int,
+    *,
+    ahead_items: int | None = None,
+) -> Generator[Result, None, None]:
     """`function` of each item by at most so many threads: results in the order of the items, each as
-    soon as it is there. Items are taken a few ahead. What was begun ahead is not wanted any more after
-    an error, Ctrl-C, or the end of this iterator.
+    soon as it is there. What was begun ahead is not wanted any more after an error, Ctrl-C, or the end
+    of this iterator.
+
+    ahead_items: items taken ahead of the result that is waited for; None: a few.
     """
+    if ahead_items is None:
+        ahead_items = 2 * max_threads
     pool = Pool(max_threads, "streammega-map", idle_timeout=0.0)
     ahead: deque[Batch] = deque()
     try:
         for item in items:
             ahead.append(pool.begin(function, [item]))
-            if len(ahead) > 2 * max_threads:
+            if len(ahead) > ahead_items:
                 (result,) = ahead.popleft().wait()
                 yield result
         while ahead:

@@ -257,15 +257,15 @@ def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
             next(stream)
         state = stream.state_dict()
         for other, words in (
-            ({}, "no state of a TextStream"),
-            ({"version": 2, "consumed_samples": 3}, "no state of a TextStream"),
-            (state | {"version": 2}, "version 2, this release reads 1"),
+            ({}, "the data state is empty"),
+            ({"version": 2, "consumed_samples": 3}, "the data state lacks"),
+            (state | {"version": 2}, "version 2, this release reads version 1"),
             (state | {"positions": '{"0": [0, 0, -1, ""]}'}, "it is damaged"),
             (state | {"positions": '{"0": [0, true, 0, ""]}'}, "it is damaged"),
-            (state | {"consumed_samples": True}, "it is damaged"),
-            (state | {"batch_offset": -1}, "it is damaged"),
-            (state | {"identity": "{"}, "it is damaged"),
-            (state | {"identity": "[" * 100_000}, "it is damaged"),
+            (state | {"consumed_samples": True}, "True, not a count"),
+            (state | {"batch_offset": -1}, "-1, not a count"),
+            (state | {"order": "{"}, "is damaged"),
+            (state | {"order": "[" * 100_000}, "is damaged"),
             (state | {"positions": "[" * 100_000}, "it is damaged"),
             (stream_of(shards, seed=3).state_dict(), "seed: the checkpoint has 3, this run null"),
             (stream_of(corpus([1])).state_dict(), "num_shards: the checkpoint has 1, this run 2"),
