@@ -10,7 +10,7 @@ its batches, and saves and loads the position with everything else.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +19,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.frameworks import check_batch_size, check_phases
 from streammega.loading import StreamLoader
+from streammega.loading.iterate import Iteration
 from streammega.samples.fields import Batch
 
 
@@ -110,7 +111,7 @@ class StreamDataLoader(DataLoader[Batch]):
         """Whether the last batch of the pass was handed out: `accumulate` steps there in any case."""
         self.remainder = 0
         """Samples that were added to fill the last batch: none, as all batches are whole."""
-        self.stepped_at: int | None = None
+        self._stepped_at: int | None = None
         """The position at which an optimizer stepped last."""
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that tell it."""
@@ -123,7 +124,7 @@ class StreamDataLoader(DataLoader[Batch]):
         if not self.loader.evaluation:
             _check_accumulation(accelerator, self.loader)
             accelerator.prepare_data_loader(self)
-            accelerator.register_load_state_pre_hook(_expecting_state(self))
+            accelerator.register_load_state_pre_hook(_weakly(self._await_state))
 
     def __len__(self) -> int:
         """Micro-batches of a pass. TypeError for a stream without an end."""
@@ -135,7 +136,23 @@ class StreamDataLoader(DataLoader[Batch]):
                 f"{self._awaits_state_of} has no position of this loader, so training would go on "
                 "with the wrong samples: call seek(consumed_samples) after load_state"
             )
-        return PreparedIteration(self, iter(self.loader))
+        return Iteration(self._batches(iter(self.loader)))
+
+    def _batches(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+        """As accelerate's own loaders do: the one that iterates last is asked for the end."""
+        self.end_of_dataloader = False
+        self.gradient_state._remove_dataloader(self)  # of an iteration that was left
+        self.gradient_state._add_dataloader(self)
+        if not self.loader.evaluation:
+            self._watch_optimizers()
+            self._align_accumulation()
+        self._check_step()
+        for batch in batches:
+            self.end_of_dataloader = next(self.loader.dataset.positions(), None) is None
+            yield batch if self.prepare_batch is None else self.prepare_batch(batch)
+            del batch  # the caller alone decides when its memory is free
+            self._check_step()
+        self.gradient_state._remove_dataloader(self)
 
     @property
     def consumed_samples(self) -> int:
@@ -157,12 +174,12 @@ class StreamDataLoader(DataLoader[Batch]):
         if not self.allow_batch_size_change:
             check_batch_size(state, self.loader.dataset, self.batch_size_settings)
         self.loader.load_state_dict(state)
-        self._awaits_state_of = self.stepped_at = None
+        self._awaits_state_of = self._stepped_at = None
 
     def seek(self, consumed_samples: int) -> None:
         """Go on at a global sample."""
         self.loader.seek(consumed_samples)
-        self._awaits_state_of = self.stepped_at = None
+        self._awaits_state_of = self._stepped_at = None
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: accelerate calls it before every pass, and all passes have the same order."""
@@ -171,16 +188,24 @@ class StreamDataLoader(DataLoader[Batch]):
         """End reading ahead. The position stays."""
         self.loader.close()
 
-    def watch_optimizers(self) -> None:
+    def _watch_optimizers(self) -> None:
         """Have the optimizers that accelerate prepared until now tell where they step."""
         accelerator = self._accelerator()
         for prepared in getattr(accelerator, "_optimizers", ()):
             register = getattr(prepared.optimizer, "register_step_post_hook", None)
             if register is not None and prepared.optimizer not in self._watched:
-                register(_noting_step(self))
+                register(_weakly(self._note_step))
                 self._watched.add(prepared.optimizer)
 
-    def align_accumulation(self) -> None:
+    def _note_step(self, *_: Any) -> None:
+        """An optimizer stepped."""
+        self._stepped_at = self.consumed_samples
+
+    def _await_state(self, models: Any, folder: Any) -> None:
+        """`load_state` begins, which skips a loader if the folder has no state for it."""
+        self._awaits_state_of = str(folder)
+
+    def _align_accumulation(self) -> None:
         """Where a global batch begins, have accelerate begin to count its micro-batches.
 
         `load_state` restores its count, which may be of within an accumulation.
@@ -191,11 +216,11 @@ class StreamDataLoader(DataLoader[Batch]):
             return
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
 
-    def check_step(self) -> None:
+    def _check_step(self) -> None:
         """Raise ConfigError if an optimizer stepped within a global batch, since the last batch."""
         dataset = self.loader.dataset
         consumed = dataset.consumed_samples
-        if self.stepped_at != consumed:
+        if self._stepped_at != consumed:
             return
         schedule = dataset.steps.schedule
         offset, size = schedule.offset_at(consumed), schedule.size_at(consumed)
@@ -206,39 +231,6 @@ class StreamDataLoader(DataLoader[Batch]):
                 f"gradient_accumulation_steps={size // dataset.step_samples}; or set "
                 f"global_batch_size={offset}, if that is meant"
             )
-
-
-class PreparedIteration(Iterator[Batch]):
-    """One iteration of a StreamDataLoader, which tells accelerate where it is."""
-
-    def __init__(self, owner: StreamDataLoader, batches: Iterator[Batch]) -> None:
-        self._owner = owner
-        self._batches = batches
-        self._begun = False
-
-    def __next__(self) -> Batch:
-        owner = self._owner
-        if not self._begun:
-            self._begin()
-        owner.check_step()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            owner.gradient_state._remove_dataloader(owner)
-            raise
-        owner.end_of_dataloader = next(owner.loader.dataset.positions(), None) is None
-        return batch if owner.prepare_batch is None else owner.prepare_batch(batch)
-
-    def _begin(self) -> None:
-        """As accelerate's own loaders do: the one that iterates last is asked for the end."""
-        owner = self._owner
-        self._begun = True
-        owner.end_of_dataloader = False
-        owner.gradient_state._remove_dataloader(owner)  # of an iteration that was left
-        owner.gradient_state._add_dataloader(owner)
-        if not owner.loader.evaluation:
-            owner.watch_optimizers()
-            owner.align_accumulation()
 
 
 def _rank_and_size(accelerator: Any) -> tuple[int, int]:
@@ -266,26 +258,13 @@ def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
         )
 
 
-def _noting_step(loader: StreamDataLoader) -> Callable[..., None]:
-    """A hook of an optimizer, for after its steps."""
-    loader_ref = weakref.ref(loader)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method, and does not keep its loader alive."""
+    reference = weakref.WeakMethod(method)
 
-    def note(*_: Any) -> None:
-        loader = loader_ref()
-        if loader is not None:
-            loader.stepped_at = loader.consumed_samples
+    def hook(*arguments: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*arguments)
 
-    return note
-
-
-def _expecting_state(loader: StreamDataLoader) -> Callable[[Any, Any], None]:
-    """A hook of `load_state`, which skips a loader if the folder has no state for it."""
-    loader_ref = weakref.ref(loader)
-
-    def await_state(models: Any, folder: Any) -> None:
-        """Mark the loader as without a position, until it loads its state from the folder."""
-        loader = loader_ref()
-        if loader is not None:
-            loader._awaits_state_of = str(folder)
-
-    return await_state
+    return hook
