@@ -37,14 +37,20 @@ def import_framework(module: str, extra: str) -> Any:
     return import_extra(module, extra, needed_by)
 
 
+def with_bases(mixin: type, *bases: type, name: str = "", **members: Any) -> Any:
+    """A class `name` (as the mixin's, if there is none) of `mixin` before base classes of a framework."""
+    described = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
+    return type(name or mixin.__name__, (mixin, *bases), described | members)
+
+
 def class_on_demand(
-    module: str,
     name: str,
     mixin: type,
     base: Callable[[], Any],
     members: Callable[[Any], dict[str, Any]] = lambda base: {},
 ) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module that has a class `name` of bases `mixin` and `base()`.
+    """Make the `__getattr__` of the module of `mixin`, which then has a class `name` of `mixin` and
+    `base()`.
 
     `base` imports the framework, which happens only when a program uses the class. members: further
     attributes of the class.
@@ -53,11 +59,10 @@ def class_on_demand(
     def get(attribute: str) -> Any:
         """Make the class and set it in the module. Raises AttributeError for another name."""
         if attribute != name:
-            raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
+            raise AttributeError(f"module {mixin.__module__!r} has no attribute {attribute!r}")
         base_class = base()
-        described = {"__doc__": mixin.__doc__, "__module__": module}
-        made = type(name, (mixin, base_class), described | members(base_class))
-        setattr(sys.modules[module], name, made)
+        made = with_bases(mixin, base_class, name=name, **members(base_class))
+        setattr(sys.modules[mixin.__module__], name, made)
         return made
 
     return get

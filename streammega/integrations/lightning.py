@@ -18,13 +18,19 @@ import importlib.util
 import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.frameworks import check_phases, class_on_demand, import_framework
+from streammega.integrations.frameworks import (
+    check_phases,
+    class_on_demand,
+    import_framework,
+    with_bases,
+)
 from streammega.loading import StreamLoader
+from streammega.loading.iterate import Iteration
 from streammega.loading.ranks import data_parallel
 from streammega.samples.fields import Batch
 from streammega.samples.segments import has_data
@@ -91,7 +97,7 @@ class StreamDataHooks:
         callbacks = self.trainer.callbacks
         # the first: those that save checkpoints come last
         if stage == "fit" and not any(isinstance(one, CountsTrained) for one in callbacks):
-            callbacks.insert(0, _callback(type(self), CountsTrained))
+            callbacks.insert(0, with_bases(CountsTrained, _callback_class(type(self)))())
 
     def train_dataloader(self) -> ConsumedBatches:
         """The batches of this rank, from the cursor on; the same object every time."""
@@ -264,7 +270,7 @@ class ConsumedBatches:
         """The position after the last batch of an optimizer step."""
         self._fetched: deque[int] = deque()
         """The positions after those that were only fetched."""
-        self._running: ConsumedIteration | None = None
+        self._running: Iteration | None = None
         self.has_position = False
         """Whether a state or `seek` said where to begin, or something was trained on."""
 
@@ -277,14 +283,14 @@ class ConsumedBatches:
             self.loader.load_state_dict(self.loader.dataset.state_at(self._trained))
             self._fetched.clear()
         iter(self.loader)  # which begins the next pass where the data has ended
-        self._running = ConsumedIteration(self)
+        self._running = Iteration(self._fetch())
         return self._running
 
-    def next(self) -> Batch:
-        """The next batch, which counts as fetched."""
-        batch = next(self.loader)
-        self._fetched.append(self.loader.consumed_samples)
-        return batch
+    def _fetch(self) -> Generator[Batch, None, None]:
+        for batch in iter(self.loader.take, None):
+            self._fetched.append(self.loader.consumed_samples)
+            yield batch
+            del batch  # Lightning alone decides when its memory is free
 
     def mark_consumed(self) -> None:
         """The oldest batch that was fetched is trained on."""
@@ -325,30 +331,14 @@ class ConsumedBatches:
 
     def _stop(self, reason: str) -> None:
         if self._running is not None:
-            self._running.reason = reason
+            self._running.stop(reason)
             self._running = None
 
 
-class ConsumedIteration(Iterator[Batch]):
-    """One iteration of ConsumedBatches; StopIteration is the end of the data, and nothing else."""
-
-    def __init__(self, batches: ConsumedBatches) -> None:
-        self._batches = batches
-        self.reason: str | None = None
-
-    def __next__(self) -> Batch:
-        if self.reason is not None:
-            raise StateError(
-                f"this iteration cannot go on: {self.reason}; begin another with iter()"
-            )
-        return self._batches.next()
-
-
-def _callback(module: type, kind: type) -> Any:
-    """One of a kind that is a Callback of the package whose data module `module` is."""
+def _callback_class(module: type) -> Any:
+    """The Callback of the package whose data module `module` is."""
     (base,) = [item for item in module.__mro__ if item.__name__ == "LightningDataModule"]
-    package = sys.modules[base.__module__.removesuffix(".core.datamodule")]
-    return type(kind.__name__, (kind, package.Callback), {})()
+    return sys.modules[base.__module__.removesuffix(".core.datamodule")].Callback
 
 
 def _lightning() -> Any:
@@ -363,5 +353,5 @@ def _lightning() -> Any:
 
 
 __getattr__ = class_on_demand(
-    __name__, "StreamDataModule", StreamDataHooks, lambda: _lightning().LightningDataModule
+    "StreamDataModule", StreamDataHooks, lambda: _lightning().LightningDataModule
 )

@@ -151,7 +151,6 @@ class StreamGPTSamples:
 
 
 __getattr__ = class_on_demand(
-    __name__,
     "StreamGPTDataset",
     StreamGPTSamples,
     lambda: import_framework("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset,

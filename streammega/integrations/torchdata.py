@@ -11,10 +11,9 @@ of workers.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from streammega.integrations.frameworks import import_framework
+from streammega.integrations.frameworks import import_framework, with_bases
 from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
@@ -27,37 +26,31 @@ def stream_node(loader: StreamLoader) -> Any:
     the data is StopIteration. The state counts what this node gave: nodes behind it that read ahead
     keep, as those of torchdata do, the state that belongs to what they gave themselves.
     """
-    return _node_class()(loader)
+    base = import_framework("torchdata.nodes", "torchdata").BaseNode
+    return with_bases(StreamNode, base)(loader)
 
 
-@cache
-def _node_class() -> type:
-    """Made when it is asked for: its base class is torchdata's."""
-    base: Any = import_framework("torchdata.nodes", "torchdata").BaseNode
+class StreamNode:
+    """Micro-batches of a loader; before torchdata's own base class."""
 
-    class StreamNode(base[Batch]):  # type: ignore[misc]
-        """Micro-batches of a loader."""
+    def __init__(self, loader: StreamLoader) -> None:
+        super().__init__()
+        self._loader = loader
+        self._has_begun = False
 
-        def __init__(self, loader: StreamLoader) -> None:
-            super().__init__()
-            self._loader = loader
-            self._has_begun = False
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to a state, or to the first sample; the first time without one, stay."""
+        super().reset(initial_state)  # type: ignore[misc]
+        if initial_state is not None:
+            self._loader.load_state_dict(initial_state)
+        elif self._has_begun:
+            self._loader.seek(0)
+        self._has_begun = True
 
-        def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-            """Go to a state, or to the first sample; the first time without one, stay."""
-            super().reset(initial_state)
-            if initial_state is not None:
-                self._loader.load_state_dict(initial_state)
-            elif self._has_begun:
-                self._loader.seek(0)
-            self._has_begun = True
+    def next(self) -> Batch:
+        """The next micro-batch. Raises StopIteration after the last."""
+        return self._loader.take()
 
-        def next(self) -> Batch:
-            """The next micro-batch. Raises StopIteration after the last."""
-            return self._loader.take()
-
-        def get_state(self) -> dict[str, Any]:
-            """The state of the loader."""
-            return self._loader.state_dict()
-
-    return StreamNode
+    def get_state(self) -> dict[str, Any]:
+        """The state of the loader."""
+        return self._loader.state_dict()

@@ -324,7 +324,6 @@ def _config_class(base_config: Any) -> Any:
 
 
 __getattr__ = class_on_demand(
-    __name__,
     "StreamDataLoader",
     TitanLoader,
     _base_class,

@@ -24,6 +24,7 @@ from streammega.integrations.frameworks import (
     check_phases,
     class_on_demand,
     import_framework,
+    with_bases,
     with_used_fields,
 )
 from streammega.samples.fields import Batch
@@ -246,12 +247,10 @@ def _check_cache(config: DataConfig, model: Any) -> None:
 def _position_callback() -> Any:
     """A CountsSteps that is a callback of transformers, and has a state there."""
     module = import_framework("transformers.trainer_callback", "transformers")
-    bases = (CountsSteps, module.TrainerCallback, module.ExportableState)
-    return type(POSITION, bases, {})()
+    return with_bases(CountsSteps, module.TrainerCallback, module.ExportableState, name=POSITION)()
 
 
 __getattr__ = class_on_demand(
-    __name__,
     "StreamTrainer",
     StreamTrainerMixin,
     lambda: import_framework("transformers", "transformers").Trainer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -53,10 +54,9 @@ def test_the_class_for_a_missing_framework_says_what_to_install(
 
 @pytest.mark.guarantee("framework-installed-named")
 def test_functions_for_missing_frameworks_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchdata._node_class.cache_clear()
     hide(monkeypatch, "torchdata", "megatron.training")
     with pytest.raises(ConfigError, match=r"streammega\[torchdata\]"):
-        torchdata._node_class()
+        torchdata.stream_node(cast(Any, None))
     with pytest.raises(ConfigError, match=r"megatron\.training, which megatron-core has"):
         megatron.datasets_provider()(None)
     hide(monkeypatch, "megatron.bridge")
