@@ -53,11 +53,12 @@ class DataState:
 
 def read_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of a loader in what `DataState` keeps. Raises StateError for anything else."""
-    if isinstance(state, Mapping) and set(KEYS) <= set(state):
-        return state
-    text = state.get(STATE_KEY) if isinstance(state, Mapping) else None
+    entries = state if isinstance(state, Mapping) else {}
+    if set(KEYS) <= set(entries):
+        return entries
+    text = entries.get(STATE_KEY)
     if not isinstance(text, str):
-        names = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else ""
+        names = ", ".join(sorted(map(str, entries)))
         raise StateError(
             f"the checkpoint's data state has no {STATE_KEY!r} (it has: {names or 'nothing'}); "
             "another loader wrote it: leave it out of what is loaded, to begin at the first sample"
@@ -107,26 +108,16 @@ class DataStatePlanner(DefaultLoadPlanner):
 
 
 def _fit(state: dict[str, Any], path: str, stored: set[str]) -> None:
-    """Replace each STATE_KEY in `state` by the keys of a bare loader, if the checkpoint has those there.
+    """Leave each data state in `state` as it is, or give it the keys of a bare loader, if the checkpoint
+    has those there. Values of None are placeholders, which DCP fills.
 
-    path: of `state` in the checkpoint. stored: all keys of the checkpoint.
+    path: of `state` in the checkpoint. stored: all keys of the checkpoint. Raises StateError where
+    neither is stored.
     """
     for name, inner in state.items():
-        if not isinstance(inner, dict):
-            continue
-        inner_path = f"{path}{name}."
-        if STATE_KEY in inner:
-            _fit_state(inner, inner_path, stored)
-        else:
-            _fit(inner, inner_path, stored)
-
-
-def _fit_state(state: dict[str, Any], path: str, stored: set[str]) -> None:
-    """Leave a data state as it is, or give it the keys of a bare loader, if these are stored.
-
-    Values of None are placeholders, which DCP fills. Raises StateError where neither is stored.
-    """
-    if path + STATE_KEY in stored:
+        if isinstance(inner, dict):
+            _fit(inner, f"{path}{name}.", stored)
+    if STATE_KEY not in state or path + STATE_KEY in stored:
         return
     if all(path + name in stored for name in KEYS):  # a bare loader was saved
         state.clear()
