@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from streammega.config import ORDERS, DataConfig, Order, StorageConfig, parse_bl
 from streammega.config.columns import refuse_columns
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
-from streammega.integrations.frameworks import import_framework, with_used_fields
-from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
+from streammega.integrations.frameworks import check_phases, import_framework, with_used_fields
+from streammega.integrations.megatron_arguments import data_config
 from streammega.loading import StreamLoader
 from streammega.loading.ranks import data_parallel
 from streammega.order.split import SPLITS
@@ -61,9 +61,8 @@ class Place:
     reads: bool = True
 
 
-class MegatronBatches(Iterator[Batch]):
-    """Micro-batches of one split for one rank, from a consumed sample on: what Megatron calls
-    `next` on.
+class SplitBatches(Iterator[Batch]):
+    """Micro-batches of one split for one rank, from a consumed sample on.
 
     Each is {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size,
     S], and "attention_mask", or "cu_seqlens" int32 [micro_batch_size, S + 1] and "max_seqlen" int32
@@ -112,7 +111,7 @@ class MegatronBatches(Iterator[Batch]):
             self._loader = loader
         return self._loader
 
-    def __copy__(self) -> MegatronBatches:
+    def __copy__(self) -> Self:
         """As deepcopy: with a position of its own."""
         return copy.deepcopy(self)
 
@@ -135,6 +134,17 @@ class MegatronBatches(Iterator[Batch]):
         else:
             self._loader.seek(consumed_samples)
 
+    def close(self) -> None:
+        """End reading and its threads. `next` opens everything again, where it was."""
+        if self._loader is not None:
+            self._consumed = self._loader.consumed_samples
+            self._loader.close()
+            self._loader = None
+
+
+class MegatronBatches(SplitBatches):
+    """What Megatron-LM calls `next` on. By `save_state` it keeps a position, by `--dataloader-save`."""
+
     def save_state(self) -> dict[str, Any]:
         """The position, which Megatron keeps with `--dataloader-save`. Its own consumed samples are
         what a resume goes by; the identity of the order is in here too.
@@ -146,13 +156,6 @@ class MegatronBatches(Iterator[Batch]):
         order.
         """
         self.open().load_state_dict(state)
-
-    def close(self) -> None:
-        """End reading and its threads. `next` opens everything again, where it was."""
-        if self._loader is not None:
-            self._consumed = self._loader.consumed_samples
-            self._loader.close()
-            self._loader = None
 
 
 class FullValidation:
@@ -217,32 +220,30 @@ def datasets_provider(
     *,
     order: Order = "megatron",
     storage: StorageConfig | None = None,
-    shuffle_lanes: int | None = None,
-    shuffle_block_bytes: int | None = None,
     prefetch: int = 4,
+    **settings: Any,
 ) -> Callable[..., Datasets]:
     """A provider for Megatron's `pretrain`, with what its command line has no arguments for.
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
-    bytes are fetched. shuffle_lanes, shuffle_block_bytes: of the stream order, as in DataConfig, whose default of
-    lanes goes by --global-batch-size: name them if that size will change. prefetch: micro-batches made ahead of the step.
+    bytes are fetched. prefetch: micro-batches made ahead of the step. settings: other fields of a
+    DataConfig, such as shuffle_lanes, whose default goes by --global-batch-size: name them if that size
+    will change.
     """
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
         """What Megatron calls, for each chunk of a virtual pipeline by the name `vp_stage`."""
         args = import_framework("megatron.training", "megatron").get_args()
+        every_stage = getattr(args, "dataloader_inter_document_masking", False)
         return datasets_of(
             args,
             _tokenizer(),
             train_val_test_num_samples,
-            place=_place(
-                vp_stage, every_stage=getattr(args, "dataloader_inter_document_masking", False)
-            ),
-            order=order,
-            storage=storage,
-            shuffle_lanes=shuffle_lanes,
-            shuffle_block_bytes=shuffle_block_bytes,
+            place=_place(vp_stage, every_stage=every_stage),
             prefetch=prefetch,
+            storage=storage,
+            order=order,
+            **settings,
         )
 
     # Megatron calls it on every rank then, and leaves it to it which of them read.
@@ -260,26 +261,21 @@ def datasets_of(
     num_samples: Any,
     *,
     place: Place,
-    order: Order = "megatron",
-    storage: StorageConfig | None = None,
-    shuffle_lanes: int | None = None,
-    shuffle_block_bytes: int | None = None,
     prefetch: int = 4,
+    storage: StorageConfig | None = None,
+    **settings: Any,
 ) -> Datasets:
     """Train, valid and test of parsed arguments, for one process; None where a split has no share,
     or nothing is asked of it.
 
-    num_samples: (train, valid, test), None for valid under --full-validation. With
-    --multiple-validation-sets valid is a list. Raises ConfigError for arguments that are not served;
-    StorageError and FormatError for the files, on ranks that read.
+    num_samples: (train, valid, test), None for valid under --full-validation. settings: as of
+    `datasets_provider`. With --multiple-validation-sets valid is a list. Raises ConfigError for
+    arguments that are not served; StorageError and FormatError for the files, on ranks that read.
     """
     _check(args)
     storage = storage or StorageConfig()
-    options: dict[str, Any] = {"order": order}
-    if shuffle_block_bytes is not None:
-        options["shuffle_block_bytes"] = shuffle_block_bytes
-    blends = read_blends(args, storage)
-    config = data_config(args, tokenizer, num_samples, storage=storage, blends=blends, **options)
+    config = data_config(args, tokenizer, num_samples, storage=storage, **settings)
+    check_phases(config, "Megatron", None, one_length=True)
     transitions = getattr(args, "phase_transition_iterations", None)
     if transitions and ORDERS[config.order].has_phases:
         raise ConfigError(
@@ -296,11 +292,10 @@ def datasets_of(
         """The batches of a split, if samples of it are asked; else None."""
         if not has_data(config, split) or not num_samples[SPLITS.index(split)]:
             return None
-        sizes = _batch_sizes(args, split)
         return MegatronBatches(
-            _in_lanes(config, shuffle_lanes, sizes["global_batch_size"]),
+            _in_lanes(config, _batch_size(args, "global", split)),
             split=split,
-            micro_batch_size=sizes["micro_batch_size"],
+            micro_batch_size=_batch_size(args, "micro", split),
             consumed_samples=_consumed_samples(args, split),
             **rank_options,
         )
@@ -309,7 +304,7 @@ def datasets_of(
     valid: Valid | list[Valid] | None
     if config.full_validation:
         sets: list[Valid] = [
-            FullValidation(one, **rank_options) for one in _validation_sets(args, config, blends)
+            FullValidation(one, **rank_options) for one in _validation_sets(args, config)
         ]
         valid = sets if getattr(args, "multiple_validation_sets", False) else next(iter(sets), None)
     else:
@@ -339,7 +334,7 @@ def _check(args: Any) -> None:
         raise ConfigError("--multiple-validation-sets needs --full-validation, in Megatron too")
 
 
-def _validation_sets(args: Any, config: DataConfig, blends: Blends) -> list[DataConfig]:
+def _validation_sets(args: Any, config: DataConfig) -> list[DataConfig]:
     """What is gone through whole, each dataset by itself where there are several sets."""
     if not has_data(config, "valid"):
         return []
@@ -347,21 +342,16 @@ def _validation_sets(args: Any, config: DataConfig, blends: Blends) -> list[Data
         config = replace(config, order="sequential")
     if not getattr(args, "multiple_validation_sets", False):
         return [config]
-    if blends.blend_per_split is None or blends.blend_per_split[SPLITS.index("valid")] is None:
+    if config.blend_per_split is None:
         raise ConfigError("--multiple-validation-sets needs --valid-data-path, which names them")
-    prefixes, _ = parse_blend(blends.blend_per_split[SPLITS.index("valid")] or ())
+    prefixes, _ = parse_blend(config.blend_per_split[SPLITS.index("valid")] or ())
     return [replace(config, blend_per_split=[None, [prefix], None]) for prefix in prefixes]
 
 
-def _batch_sizes(args: Any, split: str) -> dict[str, int]:
-    """Micro and global batch: those of evaluation are arguments of their own from core 0.18 on."""
-    sizes = {}
-    for name in ("micro_batch_size", "global_batch_size"):
-        size = getattr(args, name)
-        if split != "train":
-            size = getattr(args, f"eval_{name}", None) or size
-        sizes[name] = size
-    return sizes
+def _batch_size(args: Any, kind: str, split: str) -> int:
+    """The "micro" or "global" batch: those of evaluation are arguments of their own from core 0.18 on."""
+    size: int = getattr(args, f"{kind}_batch_size")
+    return size if split == "train" else getattr(args, f"eval_{kind}_batch_size", None) or size
 
 
 def _consumed_samples(args: Any, split: str) -> int:
@@ -379,11 +369,11 @@ def _consumed_samples(args: Any, split: str) -> int:
     return 0
 
 
-def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> DataConfig:
+def _in_lanes(config: DataConfig, global_batch_size: int) -> DataConfig:
     """The config with lanes that do not depend on the ranks, whose number may change."""
-    if not ORDERS[config.order].has_lanes:
+    if not ORDERS[config.order].has_lanes or config.shuffle_lanes is not None:
         return config
-    lanes = lanes or default_lanes(global_batch_size, config.shuffle_block_bytes)
+    lanes = default_lanes(global_batch_size, config.shuffle_block_bytes)
     return replace(config, shuffle_lanes=lanes)
 
 

@@ -7,7 +7,6 @@ Works on the parsed arguments alone, without Megatron being installed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from streammega.config import Blend, DataConfig, StorageConfig
@@ -28,34 +27,26 @@ DEFAULT_SPLIT = "969,30,1"
 """Megatron's, where --data-path comes without --split."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blends:
-    """What the data arguments name: one blend that --split cuts, or one for each split."""
-
-    blend: Blend | None
-    blend_per_split: Sequence[Blend | None] | None
-
-
-def read_blends(args: Any, storage: StorageConfig) -> Blends:
-    """The blends of --data-path, --data-args-path, --train-data-path and its sisters, or
-    --per-split-data-args-path. Files among them may be URLs.
+def read_blends(args: Any, storage: StorageConfig) -> dict[str, Any]:
+    """The `blend` or `blend_per_split` of a DataConfig, of --data-path, --data-args-path,
+    --train-data-path and its sisters, or --per-split-data-args-path. Files among them may be URLs.
 
     Raises ConfigError where none is given, or both kinds.
     """
-    all_splits = _words(args, "data_path", "data_args_path", storage)
+    all_splits = _words(args, "data_path", storage, name_of_file="data_args_path")
     per_split = _per_split(args, storage)
     if all_splits is not None and per_split is not None:
         raise ConfigError(
             "--data-path and data paths of single splits are both given; give one of them"
         )
-    if all_splits is None and per_split is None:
+    if per_split is not None:
+        return {"blend_per_split": [_blend(words) for words in per_split]}
+    if all_splits is None:
         raise ConfigError(
             "no data is named: give --data-path, or --train-data-path, --valid-data-path and "
             "--test-data-path"
         )
-    if per_split is None:
-        return Blends(blend=_blend(all_splits), blend_per_split=None)
-    return Blends(blend=None, blend_per_split=[_blend(words) for words in per_split])
+    return {"blend": _blend(all_splits)}
 
 
 def data_config(
@@ -64,7 +55,6 @@ def data_config(
     num_samples: Sequence[int | None],
     *,
     storage: StorageConfig,
-    blends: Blends,
     **options: Any,
 ) -> DataConfig:
     """The config of Megatron's arguments.
@@ -75,11 +65,10 @@ def data_config(
     """
     for name, remedy in NOT_SERVED.items():
         if getattr(args, name, False):
-            raise ConfigError(f"--{name.replace('_', '-')} is not served from here; {remedy}")
+            raise ConfigError(f"{_flag(name)} is not served from here; {remedy}")
     train, valid, test = num_samples
     return DataConfig(
-        blend=blends.blend,
-        blend_per_split=blends.blend_per_split,
+        **read_blends(args, storage),
         split=args.split or DEFAULT_SPLIT,
         seed=args.seed,
         sequence_length=args.seq_length,
@@ -170,7 +159,7 @@ def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | No
     url = getattr(args, "per_split_data_args_path", None)
     if url is not None:
         return _read_per_split(url, storage)
-    words = [_words(args, f"{split}_data_path", None, storage) for split in SPLITS]
+    words = [_words(args, f"{split}_data_path", storage) for split in SPLITS]
     return None if all(one is None for one in words) else words
 
 
@@ -188,19 +177,23 @@ def _read_per_split(url: str, storage: StorageConfig) -> list[list[str] | None]:
 
 
 def _words(
-    args: Any, name: str, name_of_file: str | None, storage: StorageConfig
+    args: Any, name: str, storage: StorageConfig, *, name_of_file: str = ""
 ) -> list[str] | None:
     """What an argument, or the file that another one names, lists; None: neither is given."""
     words = getattr(args, name, None)
-    url = getattr(args, name_of_file, None) if name_of_file else None
+    url = getattr(args, name_of_file, None)
     if words is not None and url is not None:
         raise ConfigError(
-            f"--{name.replace('_', '-')} and --{str(name_of_file).replace('_', '-')} are both "
-            f"given; give one of them"
+            f"{_flag(name)} and {_flag(name_of_file)} are both given; give one of them"
         )
     if url is not None:
-        return _read_text(f"--{str(name_of_file).replace('_', '-')}", url, storage).split()
+        return _read_text(_flag(name_of_file), url, storage).split()
     return None if words is None else list(words)
+
+
+def _flag(name: str) -> str:
+    """An argument as the command line has it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _read_text(argument: str, url: str, storage: StorageConfig) -> str:

@@ -12,15 +12,13 @@ data-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from streammega.config import ORDERS, DataConfig
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import check_phases, import_framework
-from streammega.integrations.megatron import MegatronBatches
+from streammega.integrations.frameworks import check_phases, import_framework, with_bases
+from streammega.integrations.megatron import SplitBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
 from streammega.samples.segments import has_data
@@ -29,38 +27,26 @@ BRIDGE = "megatron-bridge"
 """The extra that brings it."""
 
 
-class BridgeBatches(Iterator[Batch]):
-    """Micro-batches of one split for one rank, as MegatronBatches gives them. Those of training need
-    `seek` first.
+class BridgeBatches(SplitBatches):
+    """What Bridge calls `next` on. Batches of training need `seek` first.
 
     Has no `save_state`: where there is one, Bridge keeps it by rank, and refuses other ranks.
     """
 
-    def __init__(self, batches: MegatronBatches, *, has_position: bool) -> None:
-        self.megatron_batches = batches
-        self._has_position = has_position
+    _has_position = False
 
     def __next__(self) -> Batch:
-        if not self._has_position:
+        if self.split == "train" and not self._has_position:
             raise ConfigError(
                 "the sample at which training goes on is not set, so every resume would begin at the "
                 "first sample: pass the callback of stream_dataset to pretrain(callbacks=[...])"
             )
-        return next(self.megatron_batches)
+        return super().__next__()
 
     def seek(self, consumed_samples: int) -> None:
         """Go on at a sample, counted over all ranks. Raises StateError outside of the data."""
-        self.megatron_batches.seek(consumed_samples)
+        super().seek(consumed_samples)
         self._has_position = True
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples handed out so far, over all ranks, those before this run included."""
-        return self.megatron_batches.consumed_samples
-
-    def close(self) -> None:
-        """End reading and its threads."""
-        self.megatron_batches.close()
 
 
 def stream_dataset(
@@ -93,24 +79,23 @@ def stream_dataset(
         for split, count in zip(SPLITS, sample_counts, strict=True):
             if not count or not has_data(sized, split):
                 continue
-            is_train = split == "train"
-            size = micro_batch_size if is_train else eval_micro_batch_size or micro_batch_size
-            batches = MegatronBatches(
+            eval_size = eval_micro_batch_size or micro_batch_size
+            built[split] = BridgeBatches(
                 sized,
                 split=split,
-                micro_batch_size=size,
+                micro_batch_size=micro_batch_size if split == "train" else eval_size,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
                 prefetch=prefetch,
             )
-            built[split] = BridgeBatches(batches, has_position=not is_train)
         return tuple(built.get(split) for split in SPLITS)
 
     provider = _provider_class()(seq_length=config.sequence_length)
     # No field: Bridge writes fields to its checkpoints, and a DataConfig may hold credentials. And a
     # function, which copies of the provider share.
     provider.build = build
-    return provider, _callback_class()(built)
+    callback = import_framework("megatron.bridge.training.callbacks", BRIDGE).Callback
+    return provider, with_bases(StreamSeek, callback)(built)
 
 
 def _data_parallel(context: Any) -> tuple[int, int]:
@@ -126,7 +111,6 @@ def _data_parallel(context: Any) -> tuple[int, int]:
     )
 
 
-@cache
 def _provider_class() -> type:
     try:
         from megatron.bridge.training.config import DatasetProvider
@@ -154,24 +138,20 @@ def _provider_class() -> type:
     return StreamDatasetProvider
 
 
-@cache
-def _callback_class() -> type:
-    base: Any = import_framework("megatron.bridge.training.callbacks", BRIDGE).Callback
+class StreamSeek:
+    """Goes to the samples that Bridge has counted, before the first is asked for: a callback, before
+    Bridge's own base class.
+    """
 
-    class StreamSeek(base):  # type: ignore[misc]
-        """Goes to the samples that Bridge has counted, before the first is asked for."""
+    def __init__(self, built: dict[str, BridgeBatches]) -> None:
+        self._built = built
 
-        def __init__(self, built: dict[str, BridgeBatches]) -> None:
-            self._built = built
-
-        def on_train_start(self, context: Any) -> None:
-            """Called when the checkpoint is loaded and training begins."""
-            state = context.state.train_state
-            for split, consumed in (
-                ("train", state.consumed_train_samples),
-                ("valid", state.consumed_valid_samples),
-            ):
-                if split in self._built:
-                    self._built[split].seek(consumed)
-
-    return StreamSeek
+    def on_train_start(self, context: Any) -> None:
+        """Called when the checkpoint is loaded and training begins."""
+        state = context.state.train_state
+        for split, consumed in (
+            ("train", state.consumed_train_samples),
+            ("valid", state.consumed_valid_samples),
+        ):
+            if split in self._built:
+                self._built[split].seek(consumed)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +30,9 @@ if bridge_folder() is None:
 
 
 @pytest.fixture
-def _contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _contract(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in contract().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for make in (megatron_bridge._provider_class, megatron_bridge._callback_class):
-        make.cache_clear()
-    yield
-    for make in (megatron_bridge._provider_class, megatron_bridge._callback_class):
-        make.cache_clear()
 
 
 @pytest.fixture
@@ -154,7 +148,7 @@ def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
 @pytest.mark.guarantee("megatron-bridge-samples")
 @pytest.mark.usefixtures("_contract")
 def test_the_stream_order_asks_for_lanes(config: DataConfig) -> None:
-    with pytest.raises(ConfigError, match="set lanes"):
+    with pytest.raises(ConfigError, match="set shuffle_lanes"):
         megatron_bridge.stream_dataset(
             dataclasses.replace(config, order="stream"), micro_batch_size=2
         )

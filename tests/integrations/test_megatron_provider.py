@@ -571,7 +571,7 @@ def test_blends_mean_what_they_mean_to_megatron(words: list[str]) -> None:
 
     prefixes, weights = get_blend_from_list(words)
     blends = read_blends(arguments(data_path=words), StorageConfig())
-    assert parse_blend(blends.blend or ()) == (
+    assert parse_blend(blends["blend"]) == (
         tuple(prefixes),
         None if weights is None else tuple(weights),
     )
@@ -607,7 +607,7 @@ def test_any_list_of_words_is_to_us_what_it_is_to_megatron(words: list[str]) -> 
         if are_weights and not some_weights:
             expected = (tuple(prefixes), None if weights is None else tuple(weights))
     for read in (
-        lambda: read_blends(arguments(data_path=words), StorageConfig()).blend or (),
+        lambda: read_blends(arguments(data_path=words), StorageConfig())["blend"],
         lambda: words,
     ):
         if expected is None:

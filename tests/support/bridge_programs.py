@@ -94,8 +94,6 @@ def _train(rank: int, folder: Path, config: DataConfig) -> None:
     bridge = training()
     from streammega.integrations import megatron_bridge
 
-    megatron_bridge._provider_class.cache_clear()
-    megatron_bridge._callback_class.cache_clear()
     dataset, callback = megatron_bridge.stream_dataset(config, micro_batch_size=MICRO_BATCH)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     run = run_config(dataset)

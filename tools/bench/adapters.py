@@ -76,7 +76,9 @@ def megatron_replayed(loader: sm.StreamLoader) -> Batches:
 def bridge_batches(loader: sm.StreamLoader) -> Batches:
     from streammega.integrations.megatron_bridge import BridgeBatches
 
-    return BridgeBatches(megatron_batches(loader), has_position=True)
+    batches = BridgeBatches(loader.dataset.config, split="train", micro_batch_size=ROWS)
+    batches.seek(0)
+    return batches
 
 
 def by_next(loader: sm.StreamLoader) -> Batches:
@@ -98,7 +100,7 @@ def lightning_batches(loader: sm.StreamLoader) -> Batches:
     batches = StreamDataModule(loader.dataset.config, **SIZES).train_dataloader()
     for batch in batches:
         yield batch
-        batches.trained()
+        batches.mark_consumed()
 
 
 def accelerate_batches(loader: sm.StreamLoader, **options: Any) -> Batches:
