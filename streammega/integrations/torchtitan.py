@@ -32,7 +32,6 @@ from streammega.integrations.frameworks import (
 )
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
-from streammega.samples.fields import Batch
 
 IGNORE_INDEX = -100
 """What torchtitan's losses leave out."""
@@ -66,15 +65,12 @@ class TitanPairs(Iterator[Pair]):
         self._repeat = repeat
 
     def __next__(self) -> Pair:
-        try:
-            return self._pair(next(self._batches))
-        except StopIteration:
-            if not self._repeat:
-                raise
-        self._batches = iter(self._loader)
-        return self._pair(next(self._batches))
-
-    def _pair(self, batch: Batch) -> Pair:
+        batch = next(self._batches, None)
+        if batch is None and self._repeat:
+            self._batches = iter(self._loader)  # the next pass
+            batch = next(self._batches, None)
+        if batch is None:
+            raise StopIteration
         labels = batch["labels"]
         if "loss_mask" in batch:
             labels.masked_fill_(batch["loss_mask"] == 0, IGNORE_INDEX)
@@ -86,36 +82,15 @@ class TitanPairs(Iterator[Pair]):
         return {name: value.view(-1) for name, value in inputs.items()}, labels.view(-1)
 
 
-def open_titan_loader(
-    config: Any, batch: TitanBatch, *, dp_rank: int, dp_size: int, eos_id: int | None
-) -> StreamLoader:
-    """The loader of a StreamDataLoader.Config. Raises ConfigError for one that cannot be served."""
-    micro_step = batch.rows * dp_size
-    global_batch_size = config.global_batch_size
-    if global_batch_size < 0:  # as torchtitan's own: no accumulation
-        global_batch_size = micro_step
-    return StreamLoader(
-        titan_data(config, batch, eos_id),
-        split=config.part,
-        micro_batch_size=batch.rows,
-        global_batch_size=global_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        prefetch=config.prefetch,
-    )
-
-
 def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig:
     """What a StreamDataLoader.Config reads."""
     _check(config, batch)
     settings = dict(config.settings)
-    if isinstance(settings.get("storage"), Mapping):
-        settings["storage"] = StorageConfig(**settings["storage"])
+    if "storage" in settings:
+        settings["storage"] = _storage(settings["storage"])
     if isinstance(settings.get("storage_by_prefix"), Mapping):
-        settings["storage_by_prefix"] = {
-            prefix: StorageConfig(**storage) if isinstance(storage, Mapping) else storage
-            for prefix, storage in settings["storage_by_prefix"].items()
-        }
+        by_prefix = settings["storage_by_prefix"].items()
+        settings["storage_by_prefix"] = {prefix: _storage(one) for prefix, one in by_prefix}
     restarts = config.positions == "documents"
     end_of_document = eos_id if config.eod_id < 0 else config.eod_id
     if restarts and end_of_document is None:
@@ -167,6 +142,10 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
     return with_used_fields(data, used)
 
 
+def _storage(settings: Any) -> Any:
+    return StorageConfig(**settings) if isinstance(settings, Mapping) else settings
+
+
 def _repeats(config: Any) -> bool:
     """Whether another pass follows the last sample: both names are torchtitan's, of its releases and
     of later ones.
@@ -194,30 +173,27 @@ def _check(config: Any, batch: TitanBatch) -> None:
         )
 
 
-def titan_batch(
-    seq_len: int | None,
-    local_batch_size: int | None,
-    max_context_length: int | None,
-    num_tokens_per_batch: int | None,
-) -> TitanBatch:
-    """What torchtitan asks for, in the words of 0.3.0 or in later ones.
+def titan_batch(sizes: Mapping[str, Any]) -> TitanBatch:
+    """What torchtitan asks for: by seq_len and local_batch_size in 0.3.0, by max_context_length and
+    num_tokens_per_batch in later ones.
 
     Raises ConfigError where samples do not fill a batch.
     """
-    if seq_len is not None and local_batch_size is not None:
-        return TitanBatch(length=seq_len, rows=local_batch_size, flat=False)
-    if max_context_length is None or num_tokens_per_batch is None:
+    if {"seq_len", "local_batch_size"} <= set(sizes):
+        return TitanBatch(length=sizes["seq_len"], rows=sizes["local_batch_size"], flat=False)
+    if not {"max_context_length", "num_tokens_per_batch"} <= set(sizes):
         raise ConfigError(
             "this torchtitan gives data loaders neither seq_len and local_batch_size nor "
             "max_context_length and num_tokens_per_batch; use 0.3.0"
         )
-    rows, rest = divmod(num_tokens_per_batch, max_context_length)
+    length, tokens = sizes["max_context_length"], sizes["num_tokens_per_batch"]
+    rows, rest = divmod(tokens, length)
     if rest or not rows:
         raise ConfigError(
-            f"batches of {num_tokens_per_batch} tokens are not whole samples of "
-            f"{max_context_length}; make the tokens of a batch a multiple of the context length"
+            f"batches of {tokens} tokens are not whole samples of {length}; make the tokens of a batch "
+            "a multiple of the context length"
         )
-    return TitanBatch(length=max_context_length, rows=rows, flat=True)
+    return TitanBatch(length=length, rows=rows, flat=True)
 
 
 def _base_class() -> Any:
@@ -233,27 +209,33 @@ def _base_class() -> Any:
 
 
 class TitanLoader:
-    """What torchtitan asks of a data loader, of a StreamLoader; before its own base class."""
+    """What torchtitan asks of a data loader, of a StreamLoader; before its own base class.
+
+    Args:
+        config: a StreamDataLoader.Config.
+        tokenizer: has the `eos_id` that ends documents, unless the config names one.
+        sizes: of a batch, see `titan_batch`; others are not looked at.
+
+    Raises ConfigError for what cannot be served.
+    """
 
     def __init__(
-        self,
-        config: Any,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: Any = None,
-        seq_len: int | None = None,
-        local_batch_size: int | None = None,
-        max_context_length: int | None = None,
-        num_tokens_per_batch: int | None = None,
-        **others: Any,
+        self, config: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, **sizes: Any
     ) -> None:
-        batch = titan_batch(seq_len, local_batch_size, max_context_length, num_tokens_per_batch)
+        batch = titan_batch(sizes)
+        global_batch_size = config.global_batch_size
+        if global_batch_size < 0:  # as torchtitan's own: no accumulation
+            global_batch_size = batch.rows * dp_world_size
         self.config = config
         self.flat = batch.flat
-        eos_id = getattr(tokenizer, "eos_id", None)
-        self.loader = open_titan_loader(
-            config, batch, dp_rank=dp_rank, dp_size=dp_world_size, eos_id=eos_id
+        self.loader = StreamLoader(
+            titan_data(config, batch, getattr(tokenizer, "eos_id", None)),
+            split=config.part,
+            micro_batch_size=batch.rows,
+            global_batch_size=global_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_world_size,
+            prefetch=config.prefetch,
         )
 
     def __iter__(self) -> Iterator[Pair]:

@@ -21,7 +21,6 @@ from streammega.integrations.torchtitan import (
     TitanBatch,
     TitanLoader,
     TitanPairs,
-    open_titan_loader,
     titan_batch,
     titan_data,
 )
@@ -60,6 +59,12 @@ def config_of(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**(defaults | given))
 
 
+def open_loader(config: Any) -> StreamLoader:
+    """The loader that torchtitan's would be of, on one rank."""
+    sizes: Any = {"seq_len": ROWS.length, "local_batch_size": ROWS.rows}
+    return TitanLoader(config, dp_world_size=1, dp_rank=0, **sizes).loader
+
+
 def pairs_of(loader: StreamLoader, **given: Any) -> TitanPairs:
     return TitanPairs(loader, **({"flat": False, "positions": True, "repeat": False} | given))
 
@@ -69,13 +74,14 @@ def pairs_of(loader: StreamLoader, **given: Any) -> TitanPairs:
 
 @pytest.mark.guarantee("torchtitan-two-contracts")
 def test_both_contracts_ask_for_the_same_samples() -> None:
-    assert titan_batch(16, 2, None, None) == ROWS
-    assert titan_batch(None, None, 16, 32) == TitanBatch(length=16, rows=2, flat=True)
+    assert titan_batch({"seq_len": 16, "local_batch_size": 2, "other": 3}) == ROWS
+    flat = {"max_context_length": 16, "num_tokens_per_batch": 32}
+    assert titan_batch(flat) == TitanBatch(length=16, rows=2, flat=True)
     for tokens in (8, 40):
         with pytest.raises(ConfigError, match="not whole samples of 16"):
-            titan_batch(None, None, 16, tokens)
+            titan_batch(flat | {"num_tokens_per_batch": tokens})
     with pytest.raises(ConfigError, match=r"neither seq_len .* nor"):
-        titan_batch(None, None, None, None)
+        titan_batch({"seq_len": 16})
 
 
 @pytest.mark.guarantee("torchtitan-two-contracts")
@@ -148,11 +154,7 @@ def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
         settings={"shuffle_lanes": 4, "eod_mask_loss": True},
         infinite=False,
     )
-    seat: Any = {"dp_rank": 0, "dp_size": 1, "eos_id": None}
-    with (
-        open_titan_loader(given, ROWS, **seat) as loader,
-        open_titan_loader(given, ROWS, **seat) as bare,
-    ):
+    with open_loader(given) as loader, open_loader(given) as bare:
         assert len(loader) == 6
         seen = list(pairs_of(loader, flat=flat))
         for (inputs, labels), batch in zip(seen, bare, strict=True):
@@ -170,7 +172,7 @@ def test_pairs_are_the_batches_of_the_loader(pair: str, flat: bool) -> None:
 @pytest.mark.guarantee("torchtitan-two-contracts")
 def test_passes_follow_each_other_and_a_loader_that_moved_is_no_end_of_data(pair: str) -> None:
     given = config_of(blend=pair, num_samples=8, settings={"shuffle_lanes": 4})
-    with open_titan_loader(given, ROWS, dp_rank=0, dp_size=1, eos_id=None) as loader:
+    with open_loader(given) as loader:
         pairs = pairs_of(loader, repeat=True)
         first = [next(pairs)[1].clone() for _ in range(4)]
         again = [next(pairs)[1].clone() for _ in range(4)]
@@ -242,7 +244,7 @@ def test_torchtitans_trainer_is_killed_and_goes_on_exactly(
     step = max(int(path.parent.name[5:]) for path in checkpoint.glob("*/.metadata"))
     gang.run(after, titan_train, pair, tokenizer, folder, step + 3)
     given = config_of(blend=pair, global_batch_size=8, settings={"shuffle_lanes": 16})
-    with open_titan_loader(given, ROWS, dp_rank=0, dp_size=1, eos_id=None) as loader:
+    with open_loader(given) as loader:
         whole = []
         pairs = pairs_of(loader)
         for _ in range(step + 3):
