@@ -88,7 +88,6 @@ class StreamDataHooks:
             self._data_parallel = data_parallel(dp_rank, dp_size)
         self._options = options
         self._batches: ConsumedBatches | None = None
-        self._rank_of_batches: tuple[int, int] | None = None
 
     # What Lightning calls.
 
@@ -148,20 +147,20 @@ class StreamDataHooks:
         """The batches of this rank, opened once. Before there is a Trainer, this process counts as the
         only rank. If the Trainer says otherwise, they are opened again at the same position.
         """
-        rank_and_size = self._rank_and_size()
+        dp_rank, dp_size = self._rank_and_size()
         before = self._batches
-        if before is None or rank_and_size != self._rank_of_batches:
-            dp_rank, dp_size = rank_and_size
-            loader = StreamLoader(
-                self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
-            )
-            self._batches = ConsumedBatches(loader)
-            self._rank_of_batches = rank_and_size
-            if before is not None:
-                before.loader.close()
-                if before.has_position:
-                    self._batches.load_state_dict(before.state_dict())
-        assert self._batches is not None
+        if before is not None:
+            dataset = before.loader.dataset
+            if (dp_rank, dp_size) == (dataset.dp_rank, dataset.dp_size):
+                return before
+        loader = StreamLoader(
+            self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
+        )
+        self._batches = ConsumedBatches(loader)
+        if before is not None:
+            before.loader.close()
+            if before.has_position:
+                self._batches.load_state_dict(before.state_dict())
         return self._batches
 
     def _rank_and_size(self) -> tuple[int, int]:

@@ -139,18 +139,15 @@ class StreamTrainerMixin:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is not None and not isinstance(dataset, PlaceholderDataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        if self._stream_valid is None:
-            self._stream_valid = self._open_valid()
-        return self._stream_valid
-
-    def _open_valid(self) -> StreamDataLoader:
+        if self._stream_valid is not None:
+            return self._stream_valid
         if not has_data(self._stream, "valid"):
             raise ConfigError(
                 "the stream has no valid split to evaluate: give its DataConfig one by split or "
                 "blend_per_split, or the Trainer an eval_dataset"
             )
         micro_batch_size = self.args.eval_batch_size
-        return StreamDataLoader(
+        self._stream_valid = StreamDataLoader(
             self.accelerator,
             self._stream,
             split="valid",
@@ -158,6 +155,7 @@ class StreamTrainerMixin:
             global_batch_size=micro_batch_size * self.accelerator.num_processes,
             prepare_batch=causal_lm_batch,
         )
+        return self._stream_valid
 
 
 class CountsSteps:
@@ -196,15 +194,15 @@ class CountsSteps:
 def _saved_position(state: Any) -> Mapping[str, Any]:
     """The position in the state of a Trainer. Raises StateError if the state has no position."""
     saved = state.stateful_callbacks.get(POSITION) or {}
-    position = saved.get("attributes", {}).get("position") if isinstance(saved, dict) else None
+    attributes = saved.get("attributes", {}) if isinstance(saved, dict) else {}
+    position: Mapping[str, Any] | None = attributes.get("position")
     if position is None:
         raise StateError(
             f"the checkpoint of step {state.global_step} was saved without StreamTrainerMixin, so it has "
             "no position of the stream: resume from one that has, or train without "
             "resume_from_checkpoint"
         )
-    saved_position: Mapping[str, Any] = position
-    return saved_position
+    return position
 
 
 def _evaluates_stream(
