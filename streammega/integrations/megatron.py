@@ -227,8 +227,7 @@ def datasets_provider(
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
     bytes are fetched. prefetch: micro-batches made ahead of the step. settings: other fields of a
-    DataConfig, such as shuffle_lanes, whose default goes by --global-batch-size: name them if that size
-    will change.
+    DataConfig. The default of shuffle_lanes goes by --global-batch-size: set it if that size will change.
     """
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:

@@ -129,13 +129,11 @@ class TextSamples:
         pass has an order of its own.
         """
         count = len(self.shards)
-        end = sys.maxsize if self.passes is None else self.passes * count
-        order: Sequence[int] = ()
-        for number in range(start, end):
-            pass_number, place = divmod(number, count)
-            if place == 0 or not order:
-                order = self._order(pass_number)
-            yield number, self.shards[order[place]]
+        passes = sys.maxsize if self.passes is None else self.passes
+        for pass_number in range(start // count, passes):
+            for number, shard in enumerate(self._order(pass_number), pass_number * count):
+                if number >= start:
+                    yield number, self.shards[shard]
 
     def _order(self, pass_number: int) -> Sequence[int]:
         """The indices of the shards in the order of a pass."""
@@ -162,16 +160,14 @@ class TextSamples:
 
 def _join(texts: Iterable[TokenizedText], token: int, count: int) -> Ids:
     """`count` ids from a token of the first text on."""
-    joined = np.empty(count, np.int64)
-    filled = 0
+    parts: list[Ids] = []
     for text in texts:
-        part = text.ids[token : token + count - filled]
-        joined[filled : filled + len(part)] = part
-        filled += len(part)
+        parts.append(text.ids[token : token + count])
+        count -= len(parts[-1])
         token = 0
-        if filled == count:
+        if not count:
             break
-    return joined
+    return np.concatenate(parts)
 
 
 def webdataset_texts(

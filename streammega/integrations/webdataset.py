@@ -360,23 +360,23 @@ def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises StateError where they were not, or are of other streams.
     """
-    joined: dict[str, Any] = {}
+    first: Mapping[str, Any] | None = None
     positions: dict[int, TextPosition] = {}
     for state in states:
         if POSITIONS not in state:
             raise StateError("join_states takes what state_dict() of a TextStream returned")
-        others = {name: value for name, value in state.items() if name != POSITIONS}
-        if joined and others != joined:
-            differing = sorted(name for name in joined if joined[name] != others.get(name))
+        first = first or state
+        others = {*first, *state} - {POSITIONS}
+        differing = sorted(name for name in others if first.get(name) != state.get(name))
+        if differing:
             raise StateError(
                 f"the states that are joined differ in {', '.join(differing)}: they were not taken "
                 "of one run after the same batch"
             )
-        joined = others
         positions |= parse_positions(state[POSITIONS])
-    if not joined:
+    if first is None:
         raise StateError("there is no state to join")
-    return joined | {POSITIONS: canonical_json(positions)}
+    return {**first, POSITIONS: canonical_json(positions)}
 
 
 def parse_positions(text: Any) -> dict[int, TextPosition]:
