@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streammega.config import Blend, DataConfig, StorageConfig
+from streammega.config import DataConfig, StorageConfig
 from streammega.config.validate import parse_json
 from streammega.errors import ConfigError
 from streammega.order.split import SPLITS
@@ -103,7 +103,7 @@ def field_settings(
     # Megatron makes neither what goes by ends of documents nor an attention mask then.
     is_masked = bool(inter_document_masking)
     return {
-        "eod_id": eod_id(tokenizer),
+        "eod_id": _token_id(tokenizer, "eod"),
         "pad_id": pad_id(tokenizer, allowed=is_ambiguous_allowed),
         # pad_id has already been dropped where it is ambiguous and that is not allowed
         "allow_ambiguous_pad_tokens": True,
@@ -122,8 +122,6 @@ def pad_id(tokenizer: Any, *, allowed: bool) -> int | None:
     that is `allowed`.
     """
     pad = _token_id(tokenizer, "pad")
-    if pad is None or pad < 0:
-        return None
     return pad if allowed or pad not in _special_ids(tokenizer) else None
 
 
@@ -139,19 +137,15 @@ def _special_ids(tokenizer: Any) -> list[Any]:
     return tokens or [_token_id(tokenizer, "eos"), _token_id(tokenizer, "eod")]
 
 
-def eod_id(tokenizer: Any) -> int | None:
-    """The id that ends documents; None: the tokenizer has no such id."""
-    eod = _token_id(tokenizer, "eod")
-    return None if eod is None or eod < 0 else eod
-
-
 def _token_id(tokenizer: Any, name: str) -> int | None:
-    """A special token's id. Tokenizers without one raise what they like."""
+    """A special token's id; None: there is none, or a negative one. Tokenizers without one raise what
+    they like.
+    """
     try:
         token = getattr(tokenizer, name)
     except Exception:
         return None
-    return None if token is None else int(token)
+    return None if token is None or token < 0 else int(token)
 
 
 def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | None:
@@ -206,29 +200,6 @@ def _read_text(argument: str, url: str, storage: StorageConfig) -> str:
         raise ConfigError(f"{argument}: {url} is no text of UTF-8") from None
 
 
-def _blend(words: Sequence[str] | None) -> Blend | None:
-    """Prefixes, or (prefix, weight) pairs, of a list of words.
-
-    A list of odd length never has weights, though a prefix may look like a number. One of even
-    length has them if every other word from the first on is a number.
-    """
-    if words is None:
-        return None
-    prefixes = [word.strip() for word in words]
-    are_weights = [_is_number(word) for word in words[::2]]
-    if len(words) % 2 or not any(are_weights):
-        return prefixes
-    if not all(are_weights):
-        raise ConfigError(
-            f"the blend {' '.join(words)!r} gives weights to some of its prefixes; give one to each, "
-            f"or to none"
-        )
-    return list(zip(prefixes[1::2], map(float, words[::2]), strict=True))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+def _blend(words: Sequence[Any] | None) -> list[str] | None:
+    """The words as a blend, which follows Megatron's rules; None: there are none."""
+    return None if words is None else [str(word).strip() for word in words]

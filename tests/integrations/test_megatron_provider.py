@@ -680,7 +680,7 @@ def test_padding_is_what_megatron_takes_for_it(
         ({"train_data_path": ["a"]}, "give one of them"),
         ({"data_args_path": "list.txt"}, "both given"),
         ({"data_path": None, "data_args_path": "/nowhere/list.txt"}, "there is no /nowhere"),
-        ({"data_path": ["0.3", "a", "b", "c"]}, "weights to some"),
+        ({"data_path": ["0.3", "a", "b", "c"]}, "the weight of c is .b., which is no number"),
         ({"multiple_validation_sets": True}, "--full-validation"),
         ({"multiple_validation_sets": True, "full_validation": True}, "--valid-data-path"),
     ],

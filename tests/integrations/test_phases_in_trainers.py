@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from streammega import DataConfig, PhaseConfig
 from streammega.errors import ConfigError
 from streammega.integrations import megatron_bridge
 from streammega.integrations.accelerate import StreamDataLoader
+from streammega.integrations.megatron import MegatronBatches, Place, datasets_of
 from streammega.integrations.transformers import StreamTrainerMixin
+from tests.integrations.test_megatron_provider import EOD, arguments, tokenizer
 from tests.support.adapters import ADAPTERS
 from tests.support.trainer_programs import SIZES, accelerator_of
 
@@ -47,6 +50,19 @@ def by_transformers(config: DataConfig) -> Any:
     return StreamTrainerMixin.get_train_dataloader(trainer)
 
 
+def by_megatron(config: DataConfig) -> Any:
+    args = arguments(data_path=config.blend, split="1,0,0", seq_length=LENGTH)
+    return datasets_of(
+        args,
+        tokenizer(),
+        (80, 0, 0),
+        place=Place(dp_rank=0, dp_size=1),
+        order=config.order,
+        shuffle_lanes=config.shuffle_lanes,
+        phases=config.phases,
+    )
+
+
 def by_bridge(config: DataConfig) -> Any:
     return megatron_bridge.stream_dataset(config, micro_batch_size=2)
 
@@ -56,6 +72,7 @@ REFUSE: dict[str, tuple[Callable[[DataConfig], Any], str]] = {
     "accelerate": (by_accelerate, "accelerate"),
     "transformers": (by_transformers, "the Trainer"),
     "torchtitan": (ADAPTERS["torchtitan"], "torchtitan"),
+    "megatron-provider": (by_megatron, "Megatron"),
     "megatron-bridge": (by_bridge, "Megatron"),
 }
 """Trainers whose steps have one size: what opens them, and their names in messages."""
@@ -73,7 +90,8 @@ FOLLOW = {
 
 
 def test_every_adapter_follows_phases_or_refuses_them() -> None:
-    assert set(ADAPTERS) | {"megatron-bridge"} == set(REFUSE) | FOLLOW, "REFUSE by check_phases?"
+    others = {"megatron-provider", "megatron-bridge"}
+    assert set(ADAPTERS) | others == set(REFUSE) | FOLLOW, "REFUSE by check_phases?"
 
 
 @pytest.mark.guarantee("phases-steps-another")
@@ -86,7 +104,7 @@ def test_a_phase_of_another_batch_size_is_refused_where_steps_have_one(name: str
 
 
 @pytest.mark.guarantee("phases-steps-another")
-@pytest.mark.parametrize("name", ["torchtitan", "megatron-bridge"])
+@pytest.mark.parametrize("name", ["torchtitan", "megatron-provider", "megatron-bridge"])
 def test_a_phase_of_another_length_is_refused_where_samples_have_one(name: str) -> None:
     opened, _ = REFUSE[name]
     with pytest.raises(
@@ -97,10 +115,21 @@ def test_a_phase_of_another_length_is_refused_where_samples_have_one(name: str) 
 
 @pytest.mark.guarantee("phases-steps-another")
 def test_a_step_is_no_beginning_where_its_samples_are_not_known() -> None:
-    with pytest.raises(ConfigError, match="how many samples a step of Megatron has is not known"):
-        by_bridge(phased(first_step=3))
+    for opened in (by_megatron, by_bridge):
+        with pytest.raises(ConfigError, match="a step of Megatron has is not known"):
+            opened(phased(first_step=3))
     ADAPTERS["torchtitan"](phased(first_step=3)).close()
     by_accelerate(phased(sequence_length=32))
+
+
+@pytest.mark.guarantee("phases-steps-another")
+def test_megatrons_provider_follows_phases_of_the_stream_order() -> None:
+    config = replace(phased(shuffle_lanes=32), eod_id=EOD, split="1,0,0", num_samples=(80, 0, 0))
+    train, _, _ = by_megatron(config)
+    with MegatronBatches(config, split="train", micro_batch_size=2).open() as loader:
+        for _ in range(12):
+            assert torch.equal(next(train)["tokens"], loader.take()["tokens"])
+    train.close()
 
 
 def test_trainers_follow_or_refuse_every_setting_of_a_phase() -> None:
