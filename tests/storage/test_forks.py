@@ -21,7 +21,7 @@ from streammega.storage import open_store
 from streammega.storage.backends import obstore as obstore_backend
 from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
-from streammega.train.checkpoints.store import lock_file
+from streammega.train.checkpoints.out_dir import lock_file
 from tests.support.processes import python_environment, run_python, running_python
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running

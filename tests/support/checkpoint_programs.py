@@ -16,7 +16,7 @@ import torch
 
 from streammega.storage.backends.local import LocalWriter, PreadStore
 from streammega.storage.backends.obstore import ObstoreStore, ObstoreWriter
-from streammega.train.checkpoints import store as checkpoint_store
+from streammega.train.checkpoints import out_dir
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
 from streammega.train.trainer import Trainer
@@ -134,7 +134,7 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 
     The error's kind and text, or nothing.
     """
-    checkpoint_store.VISIBLE_SECONDS = patience
+    out_dir.VISIBLE_SECONDS = patience
     began = time.monotonic()
     try:
         trainer = Trainer(

@@ -17,8 +17,10 @@ import torch
 from streammega import StorageConfig
 from streammega.errors import ConfigError
 from streammega.storage.store import create_object
+from streammega.train.checkpoints import out_dir
 from streammega.train.checkpoints import store as checkpoint_store
-from streammega.train.checkpoints.store import CheckpointStore, lock_file
+from streammega.train.checkpoints.out_dir import lock_file
+from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
 from streammega.train.trainer import Trainer
 from tests.support.builders import write_random_pair, write_run_file
@@ -53,7 +55,7 @@ def is_free(path: Path) -> bool:
 def test_a_second_job_on_a_disk_is_refused_and_a_killed_one_is_no_job(
     gang: Gang, run_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_store, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(out_dir, "LOCK_SECONDS", 0.3)
     refused: list[str] = []
     held = tmp_path / "held"
 
@@ -165,5 +167,5 @@ def test_a_record_whose_answer_was_lost_is_this_jobs(
         return create_object(*arguments)
 
     monkeypatch.setattr(checkpoint_store, "create_object", create_and_lose)
-    place.publish(4, place.begin(4), {"step": 4})
+    place.publish(4, place.begin(4), "", {"step": 4})
     assert place.steps() == [4]

@@ -41,10 +41,11 @@ from streammega.storage.seekable_zstd import FrameWriter, read_frames
 from streammega.train.checkpoints import integrity
 from streammega.train.checkpoints.files import CheckpointFiles
 from streammega.train.checkpoints.integrity import (
-    Checksums,
+    StoredPart,
     list_tensors,
     load_part,
     parse_tensors,
+    sign,
 )
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.config import load_run
@@ -312,8 +313,8 @@ def record_target(folder: Path) -> Target:
         "step": 100,
         "data": state.make_state({"kind": "stream"}, 1000, 8, global_batch_size=16),
     }
-    record = {"version": 2, "step": 100, "files": "step-00000100-3f09c1a2", "position": position}
-    signed = {**record, "position": Checksums({"a": {"0": "1"}}).add_to(position)}
+    folder_name = "step-00000100-3f09c1a2"
+    signed = sign({"version": 3, "files": folder_name, "tensors": "1", "position": position})
 
     def run(data: bytes) -> None:
         home = folder / str(new_number())
@@ -342,7 +343,12 @@ def tensors_target(folder: Path) -> Target:
     """The list of a checkpoint's tensors."""
     tensors = {"a": torch.zeros(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor(1)}
     dcp.save(tensors, checkpoint_id=folder / "seed", no_dist=True)
-    seed = list_tensors(dcp.FileSystemReader(folder / "seed").read_metadata())
+    written = dcp.FileSystemReader(folder / "seed").read_metadata()
+    written.storage_data = {
+        index: StoredPart(place.relative_path, place.offset, place.offset + place.length, "1")
+        for index, place in written.storage_data.items()
+    }
+    seed = list_tensors(written)
     store, key = open_store(str(folder / "seed"), STORAGE)
     files = CheckpointFiles(store, key)
 

@@ -7,7 +7,6 @@ checkpoints there are, and publishes new ones. An error of one rank is raised on
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import warnings
@@ -15,35 +14,22 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.config import StorageConfig
-from streammega.errors import StateError, StorageError
+from streammega.errors import StateError, StorageError, StreammegaError
 from streammega.errors.logs import get_logger
 from streammega.parallel.rank_sync import RankSync
-from streammega.train.checkpoints.files import CheckpointReader, CheckpointWriter
-from streammega.train.checkpoints.integrity import (
-    CHECKSUMS,
-    Checksums,
-    DamagedError,
-    first_cause,
-    one_line,
-)
+from streammega.train.checkpoints.files import CheckpointFiles, read_tensors, write_tensors
+from streammega.train.checkpoints.integrity import DamagedError
+from streammega.train.checkpoints.out_dir import check_shared_filesystem
 from streammega.train.checkpoints.staging import HostStaging
 from streammega.train.checkpoints.state import state_to_load, state_to_save
-from streammega.train.checkpoints.store import (
-    CheckpointStore,
-    SavedCheckpoint,
-    check_shared_filesystem,
-    wait_until_visible,
-)
+from streammega.train.checkpoints.store import CheckpointStore, find_checkpoint
 from streammega.train.parallel_model import ParallelModel
 
 log = get_logger(__name__)
@@ -77,18 +63,13 @@ class Checkpointer:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._own: str | None = None
-        """The folder of the checkpoint that was loaded from the store, or saved, last."""
-        self._damaged: set[int] = set()
-        """Steps of checkpoints that a resume has skipped."""
         self.last_save: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
         # A single rank without torchrun is no mistake.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
-        # First: a second job must write nothing there. Other ranks have none.
-        self._lock: filelock.BaseFileLock | None = None
-        self._rank_sync.run_on_first(self._take_lock)
-        check_shared_filesystem(store, self._rank_sync)
+        # First: a second job must write nothing there.
+        self._rank_sync.run_on_first(store.lock)
+        check_shared_filesystem(store.root, self._rank_sync)
 
     @property
     def has_failed(self) -> bool:
@@ -111,14 +92,14 @@ class Checkpointer:
         self.wait()
         self.last_save = (step, time.monotonic())
         state = state_to_save(model, optimizer)
-        planner = _StagedPlanner(self._staging.stage(state))
+        copies = self._staging.stage(state)
         if not background:
-            self._write_and_publish(step, state, planner, position)
+            self._write(step, state, copies, position)
             return
 
         def save_in_background() -> None:
             try:
-                self._write_and_publish(step, state, planner, position)
+                self._write(step, state, copies, position)
             except BaseException as error:
                 # `wait` raises it. `has_failed` is summed over all ranks every step.
                 self._error = error
@@ -156,9 +137,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self.store.unlock()
 
     def resume(
         self, model: ParallelModel, optimizer: torch.optim.Optimizer, accept: Accept
@@ -179,10 +158,10 @@ class Checkpointer:
             except DamagedError as error:
                 if self._rank_sync.rank == 0:
                     log.warning("the checkpoint of step %d is damaged and skipped: %s", step, error)
-                self._damaged.add(step)
+                self.store.damaged.add(step)
                 last_error = error
         if last_error is not None:
-            steps = ", ".join(str(step) for step in sorted(self._damaged, reverse=True))
+            steps = ", ".join(str(step) for step in sorted(self.store.damaged, reverse=True))
             raise StateError(
                 f"{self.store.url}: no checkpoint can be read, of steps {steps} ({last_error}); "
                 f"restore one, or start in another train.out_dir"
@@ -202,72 +181,31 @@ class Checkpointer:
         Raises ConfigError where there is none, StateError if it is damaged or of another model,
         StorageError.
         """
-        place, step = self._rank_sync.run_on_first(
-            lambda: CheckpointStore.of_checkpoint(url, storage)
-        )
+        place, step = self._rank_sync.run_on_first(lambda: find_checkpoint(url, storage))
         return self._load(place, step, model, optimizer, accept)
 
-    def _take_lock(self) -> None:
-        self._lock = self.store.lock()
-
-    def _write_and_publish(
+    def _write(
         self,
         step: int,
         state: dict[str, Tensor],
-        planner: DefaultSavePlanner,
+        copies: Mapping[str, Tensor],
         position: Mapping[str, Any],
     ) -> None:
-        """All ranks write their files, then the first one publishes. Raises StorageError."""
-        group = self._rank_sync.group
-        try:
-            name = self._rank_sync.run_on_first(lambda: self.store.begin(step))
-            writer = CheckpointWriter(self.store.files(name), self._rank_sync)
+        """Write and publish a checkpoint. All ranks call it together. Raises StorageError."""
+
+        def write(files: CheckpointFiles) -> tuple[Metadata, str]:
             self._staging.wait()
-            metadata = state_dict_saver.save(
-                state,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-            whole_position = writer.checksums.add_to(position)
-            self._rank_sync.run_on_first(
-                lambda: self._publish(step, name, metadata, whole_position)
-            )
+            return write_tensors(files, state, copies, self._rank_sync)
+
+        try:
+            self.store.save(step, position, write, self._rank_sync, self._keep)
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
             raise StorageError(
                 f"{self.store.url}: the checkpoint of step {step} cannot be written "
-                f"({one_line(first_cause(error))}); "
+                f"({one_line(error)}); "
                 f"free space there, or choose another train.out_dir. "
                 f"The checkpoints before it are whole"
             ) from None
-
-    def _publish(
-        self, step: int, name: str, metadata: Metadata, position: Mapping[str, Any]
-    ) -> None:
-        """Publish the files of all ranks as a checkpoint, and remove old ones. The first rank calls it."""
-        files = self.store.files(name)
-        wait_until_visible(lambda: files.check(metadata), DamagedError)
-        if step in self._damaged:
-            # Only where there is no record is a new one written.
-            self.store.remove(step)
-            self._damaged.discard(step)
-        self.store.publish(step, name, position, self._own)
-        self._own = name
-        # What was damaged goes with the next checkpoint, and takes the place of no sound one.
-        damaged = [old_step for old_step in sorted(self._damaged) if old_step < step]
-        sound = [old_step for old_step in self.store.steps() if old_step not in self._damaged]
-        for old_step in [*damaged, *sound[: -self._keep]]:
-            try:
-                self.store.remove(old_step)
-                self._damaged.discard(old_step)
-            except (OSError, StorageError) as error:
-                log.warning(
-                    "%s: step %d cannot be removed (%s); the new one is whole",
-                    self.store.url,
-                    old_step,
-                    one_line(error),
-                )
 
     def _load(
         self,
@@ -281,55 +219,35 @@ class Checkpointer:
 
         Raises DamagedError (a StateError), StateError for one of another model, StorageError.
         """
-        group = self._rank_sync.group
-        saved, metadata = self._rank_sync.run_on_first(lambda: _examine(place, step))
+        saved, metadata = self._rank_sync.run_on_first(lambda: place.read_metadata(step))
+        files = place.files(saved.name)
         # Before loading: "another [model]" is a better message than tensors that do not fit.
         self._rank_sync.run(lambda: accept(saved.position))
-        files = place.files(saved.name)
-        checksums = Checksums(saved.position[CHECKSUMS])
-        try:
-            state = self._rank_sync.run(lambda: state_to_load(model, optimizer, metadata))
-            state_dict_loader.load(
-                state,
-                storage_reader=CheckpointReader(files, metadata, checksums, self._rank_sync),
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=group is None,
-            )
-        except (CheckpointException, StateError, StorageError) as error:
-            cause = first_cause(error)
-            if isinstance(cause, DamagedError | StorageError):
-                raise cause from None
-            # All ranks print the same message, so it does not name the rank that found it.
-            reason = re.sub(r"^rank \d+: ", "", one_line(cause))
-            raise StateError(
-                f"{files.url()}: does not fit this model and optimizer ({reason}); "
-                f"restore [model], or start a new out_dir"
-            ) from None
-        if place is self.store:
-            self._own = saved.name
+
+        def fitting_state() -> dict[str, Tensor]:
+            try:
+                return state_to_load(model, optimizer, metadata)
+            except StateError as error:
+                raise StateError(
+                    f"{files.url()}: does not fit this model and optimizer ({error}); "
+                    f"restore [model], or start a new out_dir"
+                ) from None
+
+        state = self._rank_sync.run(fitting_state)
+        read_tensors(files, metadata, state, self._rank_sync)
+        place.own_folder = saved.name
         return saved.position
 
 
-def _examine(place: CheckpointStore, step: int) -> tuple[SavedCheckpoint, Metadata]:
-    """A checkpoint, after a check of the names and sizes of its files. The first rank calls it."""
-    saved = place.find(step)
-    files = place.files(saved.name)
-    metadata = files.read_metadata(Checksums(saved.position[CHECKSUMS]))
-    files.check(metadata)
-    return saved, metadata
-
-
-class _StagedPlanner(DefaultSavePlanner):
-    """Plans with the state of the run, and writes the copies of it on the host."""
-
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._copies = copies
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The copy of this rank's part of a tensor."""
-        return self._copies[index.fqn]
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line; of the first rank's, among those that torch has collected."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = error.failures[min(error.failures)]
+    if isinstance(error, StreammegaError):
+        return str(error)
+    # Messages of torch are tracebacks, whose last line says what went wrong.
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def _new_group(timeout: float) -> dist.ProcessGroup | None:

@@ -1,46 +1,43 @@
-"""The files of a checkpoint: one of each rank's tensors, and a list of all tensors, in a folder of any store.
+"""The files of one checkpoint, written and read through any store.
 
-torch.distributed.checkpoint can read them too: files of tensors are those of its FileSystemWriter, and its
-own list, `.metadata`, is written as well. Each rank reads the ranges of files that it needs, and checks
-them.
+__0_0.distcp     the tensors that rank 0 writes, each as `torch.save` writes it; __1_0.distcp, ...
+.metadata        where they are, for torch's own programs
+tensors.json     where they are, and their checksums: what is read here
+
+torch's planners say which rank writes and reads which parts, whatever the layouts of both runs.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
 from streammega.parallel.rank_sync import RankSync
 from streammega.storage import Store
 from streammega.storage.object_ops import read_object
-from streammega.storage.store import Buffer, Span, atomic_writer, write_again
+from streammega.storage.store import ObjectInfo, atomic_writer, write_again
 from streammega.train.checkpoints.integrity import (
-    Checksums,
     DamagedError,
+    StoredPart,
     checksum_of,
     list_tensors,
     load_part,
@@ -51,11 +48,11 @@ TENSORS = "tensors.json"
 METADATA = ".metadata"
 """The list of torch.distributed.checkpoint, a pickle: it is written for other programs, and never read."""
 REQUEST_BYTES = 8 << 20
-"""The size of one request or write. Between two of them a rank checks whether another one failed."""
+"""The size of one request or write. Between two writes a rank checks whether another one failed."""
 MAX_GAP_BYTES = 64 << 10
-"""A gap between two items that one request reads: it takes less time than another request."""
-BATCH_BYTES = 256 << 20
-"""A rank reads so much at a time, or one larger item. So much memory loading needs."""
+"""A gap between two parts that are read together: it takes less time than another request."""
+RUN_BYTES = 128 << 20
+"""A rank reads so much at a time, or one larger part. Loading needs twice as much memory."""
 
 
 class CheckpointFiles(NamedTuple):
@@ -77,6 +74,10 @@ class CheckpointFiles(NamedTuple):
         with atomic_writer(self.store, self.key(name)) as writer:
             writer.write(data)
 
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """Files whose names begin so, without those of folders in this one."""
+        return self.store.list(self.key(prefix), recursive=False)
+
     def read(self, name: str) -> bytes:
         """A small file. Raises DamagedError where it is missing."""
         try:
@@ -85,113 +86,133 @@ class CheckpointFiles(NamedTuple):
         except (ObjectNotFoundError, ShortReadError) as error:
             raise self._missing(name, error) from None
 
-    def read_spans(self, name: str, spans: Sequence[Span]) -> list[Buffer]:
+    def read_span(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a file. Raises DamagedError where they are missing."""
+        spans = [
+            (first, min(first + REQUEST_BYTES, stop)) for first in range(start, stop, REQUEST_BYTES)
+        ]
         try:
-            return self.store.read(self.key(name), spans)
+            return memoryview(b"".join(self.store.read(self.key(name), spans)))
         except (ObjectNotFoundError, ShortReadError) as error:
             raise self._missing(name, error) from None
 
-    def read_metadata(self, checksums: Checksums) -> Metadata:
-        """What the checkpoint holds, and where. Raises DamagedError."""
+    def _missing(self, name: str, error: Exception) -> DamagedError:
+        return DamagedError(f"{self.url(name)}: is missing or cut short ({error})")
+
+    def read_metadata(self, checksum: str) -> Metadata:
+        """What the checkpoint holds, and where. checksum: of the list. Raises DamagedError."""
         data = self.read(TENSORS)
-        if not checksums.match(TENSORS, 0, data):
+        if checksum_of(data) != checksum:
             raise DamagedError(f"{self.url(TENSORS)}: is damaged: its checksum is another")
         return parse_tensors(data, self.url(TENSORS))
 
     def check(self, metadata: Metadata) -> None:
         """Raise DamagedError unless every file that the metadata names is there, and long enough."""
-        needed_bytes: dict[str, int] = {}
-        for item in metadata.storage_data.values():
-            name, stop = item.relative_path, item.offset + item.length
-            needed_bytes[name] = max(needed_bytes.get(name, 0), stop)
         stored_bytes: dict[str, int] = {}
-        for info in self.store.list(f"{self.prefix}/", recursive=False):
+        for info in self.list():
             stored_bytes[info.key.rpartition("/")[2]] = info.size
-        for name, needed in sorted(needed_bytes.items()):
-            # A name with a slash would lead out of the folder.
-            if "/" in name or name not in stored_bytes:
-                raise DamagedError(f"{self.url(name)}: is missing")
-            if stored_bytes[name] < needed:
+        for part in metadata.storage_data.values():
+            # So are those whose name has a slash, and would lead out of the folder.
+            if part.file not in stored_bytes:
+                raise DamagedError(f"{self.url(part.file)}: is missing")
+            if stored_bytes[part.file] < part.stop:
                 raise DamagedError(
-                    f"{self.url(name)}: is cut short: {stored_bytes[name]} bytes, "
-                    f"and {needed} were written"
+                    f"{self.url(part.file)}: is cut short: {stored_bytes[part.file]} bytes, "
+                    f"and {part.stop} were written"
                 )
 
-    def _missing(self, name: str, error: Exception) -> DamagedError:
-        return DamagedError(f"{self.url(name)}: is missing or cut short ({error})")
+
+# --- writing --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Written(WriteResult):
-    """An item that a rank has written, as the first rank receives it."""
+def write_tensors(
+    files: CheckpointFiles,
+    state: dict[str, Tensor],
+    copies: Mapping[str, Tensor],
+    rank_sync: RankSync,
+) -> tuple[Metadata, str]:
+    """(what was written and where, the checksum of its list). All ranks call it together.
 
-    checksum: str
+    Args:
+        state: the tensors that this rank could write, by which torch plans who writes which parts.
+        copies: their values on the host.
+
+    Raises StorageError, CheckpointException.
+    """
+    writer = CheckpointWriter(files, copies, rank_sync)
+    metadata = state_dict_saver.save(
+        state,
+        storage_writer=writer,
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        process_group=rank_sync.group,
+        no_dist=rank_sync.group is None,
+    )
+    return metadata, writer.checksum
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes this rank's file.
+    """Writes this rank's file, and on the first rank the metadata after all files.
 
-    When a save has ended, `checksums` has those of all ranks on the first rank.
+    checksum: on the first rank, that of tensors.json when it is written.
     """
 
-    def __init__(self, files: CheckpointFiles, rank_sync: RankSync) -> None:
-        self.checksums = Checksums()
+    def __init__(
+        self, files: CheckpointFiles, copies: Mapping[str, Tensor], rank_sync: RankSync
+    ) -> None:
+        self.checksum = ""
         self._files = files
+        self._copies = copies
         self._rank_sync = rank_sync
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: name the file of each rank."""
+        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._rank_sync.run_long(lambda: self._write(plan, planner)))
+        written.set_result(self._rank_sync.run_long(lambda: self._write(plan)))
         return written
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan) -> list[WriteResult]:
         if not plan.items:
             return []
-        store, key = self._files.store, self._files.key(plan.storage_data)
-        return write_again(store, key, lambda: self._write_file(plan, planner))
+        key = self._files.key(plan.storage_data)
+        return write_again(self._files.store, key, lambda: self._write_file(plan))
 
-    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write_file(self, plan: SavePlan) -> list[WriteResult]:
         name: str = plan.storage_data
         results: list[WriteResult] = []
         start = 0
         with atomic_writer(self._files.store, self._files.key(name)) as writer:
             for item in plan.items:
                 serialized = io.BytesIO()
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)
                 # Of a view, torch would write the whole buffer; `load_part` reads no strides.
-                copy = tensor.clone(memory_format=torch.contiguous_format)
-                torch.save(copy, serialized)
+                tensor = self._copies[item.index.fqn]
+                torch.save(tensor.clone(memory_format=torch.contiguous_format), serialized)
                 # Not getbuffer(): where an error keeps both alive, collecting them ends CPython 3.12.
                 data = memoryview(serialized.getvalue())
                 for piece_start in range(0, len(data), REQUEST_BYTES):
                     writer.write(data[piece_start : piece_start + REQUEST_BYTES])
                     self._rank_sync.check()
-                place = _StorageInfo(name, start, len(data))
-                results.append(_Written(item.index, len(data), place, checksum_of(data)))
-                start += len(data)
+                part = StoredPart(name, start, start + len(data), checksum_of(data))
+                results.append(WriteResult(item.index, len(data), part))
+                start = part.stop
         return results
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: name the file of each rank."""
-        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: write the metadata, which says where each item is."""
+        """On the first rank: write the metadata, for torch's programs and for us."""
+        parts = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {}
-        for results_of_rank in results:
-            for result in results_of_rank:
-                assert isinstance(result, _Written)
-                place = result.storage_data
-                metadata.storage_data[result.index] = place
-                self.checksums.add(place.relative_path, place.offset, result.checksum)
+        metadata.storage_data = {
+            index: _StorageInfo(part.file, part.start, part.stop - part.start)
+            for index, part in parts.items()
+        }
         self._files.put(METADATA, pickle.dumps(metadata))
+        metadata.storage_data = parts
         data = list_tensors(metadata)
-        self.checksums.add(TENSORS, 0, checksum_of(data))
         self._files.put(TENSORS, data)
+        self.checksum = checksum_of(data)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Every save has a writer of its own."""
@@ -209,160 +230,74 @@ class CheckpointWriter(StorageWriter):
         return True
 
 
-class _Stored(NamedTuple):
-    """One part of a tensor in a file: bytes [start, stop)."""
-
-    name: str
-    start: int
-    stop: int
-    item: MetadataIndex
+# --- reading --------------------------------------------------------------------------------------
 
 
-class CheckpointReader(StorageReader):
-    """Reads what this rank needs of a checkpoint's files."""
+def read_tensors(
+    files: CheckpointFiles, metadata: Metadata, state: dict[str, Tensor], rank_sync: RankSync
+) -> None:
+    """Fill this rank's tensors from those of a checkpoint. All ranks call it together.
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        metadata: Metadata,
-        checksums: Checksums,
-        rank_sync: RankSync,
-    ) -> None:
-        self._files = files
-        self._metadata = metadata
-        self._checksums = checksums
-        self._rank_sync = rank_sync
-        self._form_of: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
-        """The dtype and the size of each part."""
-        for name, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)
-            for chunk in stored.chunks:
-                form = stored.properties.dtype, chunk.sizes
-                self._form_of[MetadataIndex(name, chunk.offsets)] = form
+    Each reads what it needs, and returns when all have. Raises DamagedError, StorageError.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(state, metadata)
+    # One stored part may fill several of this rank's. It is read once.
+    items_of: defaultdict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+    for item in planner.create_local_plan().items:
+        items_of[item.storage_index].append(item)
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The metadata, which one rank has read for all."""
-        return self._metadata
+    def read() -> None:
+        for run in _runs(metadata, list(items_of)):
+            for index, tensor in _read_run(files, metadata, run):
+                for item in items_of[index]:
+                    source = tensor
+                    for dim, start in enumerate(item.storage_offsets):
+                        source = source.narrow(dim, start, item.lengths[dim])
+                    planner.resolve_tensor(item).detach().copy_(source)
+            rank_sync.check()
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's tensors; returns when those of all ranks are filled."""
-        self._rank_sync.run_long(lambda: self._read(plan.items, planner))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    rank_sync.run_long(read)
 
-    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """File by file, from start to end, some items at a time."""
-        # One stored part may fill several of this rank's. It is read once.
-        items_of: dict[MetadataIndex, list[ReadItem]] = {}
-        for item in items:
-            items_of.setdefault(item.storage_index, []).append(item)
-        stored: list[_Stored] = []
-        for index in items_of:
-            place = self._metadata.storage_data[index]
-            stop = place.offset + place.length
-            stored.append(_Stored(place.relative_path, place.offset, stop, index))
-        stored.sort(key=lambda part: (part.name, part.start))
-        for batch in _batches(stored):
-            for part, data in self._fetch(batch):
-                tensor = self._load(part, data)
-                for item in items_of[part.item]:
-                    self._copy(part, tensor, item, planner)
-            self._rank_sync.check()
 
-    def _fetch(self, batch: Sequence[_Stored]) -> Iterator[tuple[_Stored, memoryview]]:
-        """The bytes of parts of one file. Parts near each other share a request; a long part takes
-        several.
-        """
-        runs = _runs(batch)
-        requests: list[Span] = []
-        for run in runs:
-            for start in range(run[0].start, run[-1].stop, REQUEST_BYTES):
-                requests.append((start, min(start + REQUEST_BYTES, run[-1].stop)))
-        bodies = iter(self._files.read_spans(batch[0].name, requests))
-        for run in runs:
-            run_start = run[0].start
-            count = math.ceil((run[-1].stop - run_start) / REQUEST_BYTES)
-            of_run = list(islice(bodies, count))
-            # Joining copies the bytes, but most runs are one request.
-            body = memoryview(of_run[0] if count == 1 else b"".join(of_run))
-            for part in run:
-                yield part, body[part.start - run_start : part.stop - run_start]
+def _runs(metadata: Metadata, wanted: Sequence[MetadataIndex]) -> Iterator[list[MetadataIndex]]:
+    """The parts that are wanted, file by file, from start to end: groups that are near each other, of at
+    most RUN_BYTES or one larger part.
+    """
+    run: list[MetadataIndex] = []
+    first = last = StoredPart("", 0, 0, "")
+    for index in sorted(wanted, key=lambda one: metadata.storage_data[one][:2]):
+        part = metadata.storage_data[index]
+        is_near = part.file == last.file and part.start - last.stop <= MAX_GAP_BYTES
+        if not is_near or part.stop - first.start > RUN_BYTES:
+            if run:
+                yield run
+            run = []
+            first = part
+        run.append(index)
+        last = part
+    if run:
+        yield run
 
-    def _load(self, part: _Stored, data: memoryview) -> Tensor:
-        """The tensor that torch.save wrote. Raises DamagedError."""
-        url = self._files.url(part.name)
-        where = f"{url}: bytes [{part.start}, {part.stop}) are damaged"
-        if not self._checksums.match(part.name, part.start, data):
+
+def _read_run(
+    files: CheckpointFiles, metadata: Metadata, run: Sequence[MetadataIndex]
+) -> Iterator[tuple[MetadataIndex, Tensor]]:
+    """The parts that `torch.save` wrote next to each other. Raises DamagedError."""
+    first, last = metadata.storage_data[run[0]], metadata.storage_data[run[-1]]
+    body = files.read_span(first.file, first.start, last.stop)
+    for index in run:
+        part = metadata.storage_data[index]
+        data = body[part.start - first.start : part.stop - first.start]
+        where = f"{files.url(part.file)}: bytes [{part.start}, {part.stop}) are damaged"
+        if checksum_of(data) != part.checksum:
             raise DamagedError(f"{where}: their checksum is another")
-        dtype, sizes = self._form_of[part.item]
+        stored = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        assert index.index is not None
+        sizes = stored.chunks[index.index].sizes
         try:
-            return load_part(data, dtype, sizes)
+            tensor = load_part(data, stored.properties.dtype, sizes)
         except Exception as error:  # zipfile raises anything for what is no archive
             raise DamagedError(f"{where} ({type(error).__name__}: {error})") from None
-
-    def _copy(self, part: _Stored, tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-        """Fill a part of this rank from a stored part."""
-        target = planner.resolve_tensor(item).detach()
-        stops = [a + b for a, b in zip(item.storage_offsets, item.lengths, strict=True)]
-        is_large_enough = tensor.dim() == len(stops) and all(
-            stop <= size for stop, size in zip(stops, tensor.shape, strict=True)
-        )
-        if not is_large_enough:
-            raise DamagedError(
-                f"{self._files.url(part.name)}: holds {part.item.fqn} in another shape than it says"
-            )
-        for dim, start in enumerate(item.storage_offsets):
-            tensor = tensor.narrow(dim, start, item.lengths[dim])
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Every load has a reader of its own."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
-    ) -> None:
-        """Nothing: the metadata are known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Always valid."""
-        return True
-
-
-def _batches(stored: Sequence[_Stored]) -> Iterator[list[_Stored]]:
-    """Batches of parts of one file, of at most BATCH_BYTES or one larger part."""
-    batch: list[_Stored] = []
-    batch_bytes = 0
-    for part in stored:
-        part_bytes = part.stop - part.start
-        if batch and (part.name != batch[0].name or batch_bytes + part_bytes > BATCH_BYTES):
-            yield batch
-            batch = []
-            batch_bytes = 0
-        batch.append(part)
-        batch_bytes += part_bytes
-    if batch:
-        yield batch
-
-
-def _runs(batch: Sequence[_Stored]) -> list[list[_Stored]]:
-    """Groups of parts that one request reads. A long part is a group, and takes several requests."""
-    runs = [[batch[0]]]
-    for part in batch[1:]:
-        run = runs[-1]
-        is_near = part.start - run[-1].stop <= MAX_GAP_BYTES
-        if is_near and part.stop - run[0].start <= REQUEST_BYTES:
-            run.append(part)
-        else:
-            runs.append([part])
-    return runs
+        yield index, tensor
