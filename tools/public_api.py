@@ -34,6 +34,7 @@ MODULES = (
     "streammega.samples",
     "streammega.samples.fields",
     "streammega.storage",
+    "streammega.train.checkpoints.export",
     "streammega.train.config",
 )
 """Modules whose `__all__` is public."""

@@ -53,6 +53,7 @@ WITHOUT_EXTRA = {
     "sentencepiece": (("convert texts.jsonl out --tokenizer spm.model", "convert"),),
     "tiktoken": (("convert texts.jsonl out --tokenizer tiktoken:gpt2", "convert"),),
     "matplotlib": (("plot run", "plot"),),
+    "safetensors": (("export run/checkpoints/step-1 model.safetensors", "export"),),
     "ray": (("convert texts.jsonl out --tokenizer bytes --backend ray", "ray"),),
 }
 """By package: commands that need it, and the extra that brings it."""

@@ -30,7 +30,7 @@ from streammega.cli.datasets import (
 from streammega.cli.describe import describe
 from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
-from streammega.cli.runs import manifest, prepare, train, warmup
+from streammega.cli.runs import export, manifest, prepare, train, warmup
 from streammega.cli.trace import trace
 from streammega.convert.options import DOCUMENTS, INPUTS, OUTPUT, RARE, TEXT, WORK
 from streammega.errors import StreammegaError
@@ -197,6 +197,14 @@ COMMANDS = {
         (
             "streammega train run.toml train.train_iters=1000",
             "torchrun --nproc-per-node 8 -m streammega.train run.toml",
+        ),
+    ),
+    "export": Command(
+        export,
+        RUN,
+        (
+            "streammega export runs/one/checkpoints/step-1000 model.safetensors",
+            "streammega export s3://bucket/run/checkpoints/step-1000 model.pt --optimizer",
         ),
     ),
     "order-report": Command(

@@ -1,4 +1,4 @@
-"""The commands that start a run or prepare for one: train, prepare, manifest, warmup."""
+"""The commands of runs: prepare, manifest, train, export, warmup."""
 
 from __future__ import annotations
 
@@ -141,6 +141,50 @@ def train(
     from streammega.train.program import main as train_main
 
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint of the trainer, a path or URL that ends in its name, step-1000 for "
+            "instance.",
+        ),
+    ],
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="The file to write, a path or URL: .safetensors, or .pt for torch.load.",
+        ),
+    ],
+    optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--optimizer",
+            help="Write the optimizer's state too, as optimizer.PARAMETER.STATE.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
+) -> None:
+    """Write a checkpoint of the trainer as one .safetensors or torch file.
+
+    Its tensors have the names of the whole model, whatever the layout of the run. Checksums are compared,
+    and nothing is unpickled. It takes twice the file's size of memory, and no torchrun.
+    """
+    from streammega.train.checkpoints.export import export_checkpoint
+
+    config = storage_config(storage, storage_file)
+    with show_progress("reading"):
+        exported = export_checkpoint(checkpoint, out, config, optimizer=optimizer)
+    summary = (
+        f"step {exported.step}: {pluralize(exported.tensors, 'tensor')}, {exported.bytes:,} bytes, "
+        f"written to {out}"
+    )
+    show_report(exported._asdict() if as_json else {}, summary=summary, as_json=as_json)
 
 
 def warmup(as_json: AsJson = False) -> None:

@@ -278,6 +278,7 @@ FEATURES = {
     "prometheus_client": "metrics",
     "pyarrow": "convert",
     "ray": "ray",
+    "safetensors": "export",
     "sentencepiece": "convert",
     "tiktoken": "convert",
     "tokenizers": "convert",

@@ -314,6 +314,7 @@ def commands(
         ["prepare", run],
         ["manifest", run, f"{folder}/blend.json"],
         ["train", run],
+        ["export", f"{root}/run/checkpoints/step-2", f"{folder}/model.safetensors", *storage],
         ["plot", f"{root}/run", "--out", f"{folder}/plot.png", *storage],
         ["trace", run, "--step", "1"],
         ["cache", "ls", f"{folder}/cache"],

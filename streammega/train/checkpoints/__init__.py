@@ -6,5 +6,6 @@ state.py         what a checkpoint holds, by name, on any layout
 staging.py       copies of the state on the host, while training goes on
 files.py         the files of one checkpoint, written and read through any store
 integrity.py     checksums, and metadata that is read without trust
+export.py        a checkpoint as one file of safetensors or torch
 out_dir.py       one job at a time in a folder, which all its ranks see
 """
