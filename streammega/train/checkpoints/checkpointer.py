@@ -223,17 +223,13 @@ class Checkpointer:
         files = place.files(saved.name)
         # Before loading: "another [model]" is a better message than tensors that do not fit.
         self._rank_sync.run(lambda: accept(saved.position))
-
-        def fitting_state() -> dict[str, Tensor]:
-            try:
-                return state_to_load(model, optimizer, metadata)
-            except StateError as error:
-                raise StateError(
-                    f"{files.url()}: does not fit this model and optimizer ({error}); "
-                    f"restore [model], or start a new out_dir"
-                ) from None
-
-        state = self._rank_sync.run(fitting_state)
+        try:
+            state = self._rank_sync.run(lambda: state_to_load(model, optimizer, metadata))
+        except StateError as error:
+            raise StateError(
+                f"{files.url()}: does not fit this model and optimizer ({error}); "
+                f"restore [model], or start a new out_dir"
+            ) from None
         read_tensors(files, metadata, state, self._rank_sync)
         place.own_folder = saved.name
         return saved.position

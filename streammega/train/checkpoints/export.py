@@ -83,7 +83,7 @@ def export_checkpoint(
         # In memory: where the disk is full, torch's own writer of files ends the process.
         file = io.BytesIO()
         torch.save(tensors, file)
-        data = file.getbuffer()
+        data = memoryview(file.getvalue())
     store, key = open_store(out, storage)
     with atomic_writer(store, key) as writer:
         for start in range(0, len(data), REQUEST_BYTES):

@@ -240,14 +240,14 @@ def read_tensors(
 
     Each reads what it needs, and returns when all have. Raises DamagedError, StorageError.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(state, metadata)
-    # One stored part may fill several of this rank's. It is read once.
-    items_of: defaultdict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-    for item in planner.create_local_plan().items:
-        items_of[item.storage_index].append(item)
 
     def read() -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(state, metadata)
+        # One stored part may fill several of this rank's. It is read once.
+        items_of: defaultdict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            items_of[item.storage_index].append(item)
         for run in _runs(metadata, list(items_of)):
             for index, tensor in _read_run(files, metadata, run):
                 for item in items_of[index]:
