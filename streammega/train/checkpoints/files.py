@@ -13,7 +13,6 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -164,28 +163,24 @@ class CheckpointWriter(StorageWriter):
         self._copies = copies
         self._rank_sync = rank_sync
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: name the file of each rank."""
-        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._rank_sync.run_long(lambda: self._write(plan)))
+        written.set_result(self._rank_sync.run_long(lambda: self._write(plan.items)))
         return written
 
-    def _write(self, plan: SavePlan) -> list[WriteResult]:
-        if not plan.items:
+    def _write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
+        if not items:
             return []
-        key = self._files.key(plan.storage_data)
-        return write_again(self._files.store, key, lambda: self._write_file(plan))
+        name = f"__{self._rank_sync.rank}_0.distcp"
+        key = self._files.key(name)
+        return write_again(self._files.store, key, lambda: self._write_file(name, items))
 
-    def _write_file(self, plan: SavePlan) -> list[WriteResult]:
-        name: str = plan.storage_data
+    def _write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         results: list[WriteResult] = []
         start = 0
         with atomic_writer(self._files.store, self._files.key(name)) as writer:
-            for item in plan.items:
+            for item in items:
                 serialized = io.BytesIO()
                 # Of a view, torch would write the whole buffer; `load_part` reads no strides.
                 tensor = self._copies[item.index.fqn]
@@ -223,6 +218,10 @@ class CheckpointWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Unchanged."""
         return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Unchanged."""
+        return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
