@@ -19,13 +19,14 @@ from streammega.storage import open_store
 from streammega.storage.store import atomic_writer
 from streammega.train.checkpoints.files import REQUEST_BYTES, read_tensors
 from streammega.train.checkpoints.store import find_checkpoint
-from streammega.train.model import TIED
-from streammega.train.stages import canonical
 
 __all__ = ["Exported", "export_checkpoint"]
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth")
+EMBEDDING = "embedding.weight"
+HEAD = "head.weight"
+"""It is the embedding's, which a checkpoint holds once."""
 
 
 class Exported(NamedTuple):
@@ -72,10 +73,10 @@ def export_checkpoint(
             state[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     read_tensors(place.files(saved.name), metadata, state, RankSync(None))
     tensors = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    tensors[TIED] = tensors[canonical(TIED)]
+    tensors[HEAD] = tensors[EMBEDDING]
     if suffix == SAFETENSORS:
         # Its files have no two names of one tensor.
-        tensors[TIED] = tensors[TIED].clone()
+        tensors[HEAD] = tensors[HEAD].clone()
         sizes = json.dumps(saved.position.get("model", {}))
         details = {"format": "pt", "step": str(step), "model": sizes}
         data = memoryview(safetensors.save(tensors, details))
