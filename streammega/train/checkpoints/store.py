@@ -7,16 +7,16 @@ A checkpoint exists when its record does. `CheckpointStore.save` makes one, in t
 
 1. `begin` names a folder that no save has had. So files of an earlier save, or of another job, cannot get
    into a checkpoint.
-2. Each rank writes its file there, then the first rank the list of all (`files.write_tensors`). Each file
-   appears whole: on a disk it is synced and renamed, in a bucket an upload ends.
-3. `publish` writes the record, when the first rank sees all files, on the condition that there is none of
-   this step. On a disk the names are synced before: a power failure may not keep the record alone. In a
-   bucket no lock keeps another job out: of two that save a step, the second ends.
-4. `remove_old` removes older checkpoints, each with its record first: what is half removed has none.
+2. Each rank writes its file there, and then the first rank writes the list of all (`write_tensors`). A file
+   shows when it is whole: on a disk it is synced and then renamed, in a bucket its upload ends.
+3. `publish` writes the record when the first rank sees all files, on the condition that its step has none.
+   On a disk the names of the files are synced before: after a power failure there is no record without
+   them. In a bucket no lock keeps another job out: of two that save a step, the second ends.
+4. `remove_old` removes older checkpoints, each with its record first: a half removed one has no record.
 
-What a kill at any moment leaves is either a checkpoint or files that no record names. `steps` lists the
-records, and `find` reads one. `begin` removes the files of killed saves. A checkpoint that is damaged keeps
-its record and its place until a newer one is saved.
+So a kill at any moment leaves whole checkpoints, and files that no record names. `steps` lists the records,
+and `find` reads one. The next `begin` removes the files. A damaged checkpoint keeps its record until a newer
+one is saved, and takes the place of no sound one.
 """
 
 from __future__ import annotations
