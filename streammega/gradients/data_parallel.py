@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from streammega.errors import ConfigError, GradientError
+from streammega.errors import ConfigError
 from streammega.errors.logs import get_logger
 from streammega.gradients.buffers import (
     GradSlot,
@@ -20,7 +21,6 @@ from streammega.gradients.buffers import (
     is_split,
     local_part,
     make_buckets,
-    tensor_parallel_group,
 )
 from streammega.gradients.collectives import bucket_group, clip, inverse_of_tokens, total_norm
 from streammega.gradients.reducer import GradReducer
@@ -52,10 +52,23 @@ class BucketedDataParallel(nn.Module):
     equal. Gradients are averaged over ranks as by torch's DDP; where that adds up micro-batches in
     the parameters' dtype, this does in `grad_dtype`.
 
-    Buckets are laid out in reverse registration order (see `make_buckets`). Their collectives start in
-    that order on every rank, whichever gradient is ready first. They have a process group of their own
-    of the same ranks, so they meet no other collective of the program. Wrappers of one process group
-    reduce one after the other; a second one that begins meanwhile raises GradientError.
+    The words are those of Megatron's DistributedDataParallel: buckets hold a `main_grad` for each
+    parameter, to which a hook adds every micro-batch; in the last, outside `no_sync`, a full bucket is
+    scaled and its all-reduce starts; `finish_grad_sync` waits for all. What differs, and why:
+
+    - Reduced gradients are put into `param.grad`, for any optimizer of torch. Megatron's optimizers
+      read `main_grad`, which parameters have here with `main_grad=True` only.
+    - The first micro-batch overwrites a bucket, so there is no `zero_grad_buffer` in each step, but
+      with `main_grad=True`, where kernels add to the bucket: there `zero_grad` clears it.
+    - Buckets start in one order on every rank, whichever gradient is ready first (see
+      `make_buckets`), so ranks may use different parameters. Megatron's needs a gradient of each.
+    - Division by tokens and the sum of tied embeddings, in Megatron a part of
+      `finalize_model_grads`, belong to `finish_grad_sync`, which also checks gradients in one go.
+    - There is no distributed optimizer, and no reduce-scatter: torch's fully_shard is for that.
+
+    The buckets have a process group of their own of the same ranks, so they meet no other collective
+    of the program. Wrappers of one process group reduce one after the other; a second one that begins
+    meanwhile raises GradientError.
 
     Run every backward of a step but the last within `no_sync`: one that adds to a gradient whose
     reduction has begun raises GradientError. A parameter that no rank used, or that was frozen
@@ -82,9 +95,10 @@ class BucketedDataParallel(nn.Module):
             rank is not finite, and names that rank and its bucket. Set it to False with
             torch.amp.GradScaler, which skips such steps by itself, and in a CUDA graph, where every
             rank must use all parameters.
-        main_grad: every parameter has `main_grad`, its place in the bucket, and
+        main_grad: every parameter has `main_grad`, its view of the bucket, and
             `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
-            Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
+            Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then. Off by default,
+            as such parameters keep their bucket alive.
     """
 
     def __init__(
@@ -114,30 +128,31 @@ class BucketedDataParallel(nn.Module):
         self.group = None if copies is None else bucket_group(copies, self.device)
         self.size = self.group.size() if self.group is not None else 1
         self.average = average
-        self._split_over = None if ranks is not None else tensor_parallel_group(module)
-        # the ranks among which one copy of the model is divided
-        self._parts_group = ranks.group("tp-pp") if ranks is not None else self._split_over
-        self._check_group()
+        # the ranks over which parameters are divided, and those that have one copy of the model together
+        tp_group = ranks.group("tp") if ranks else tensor_parallel_group(module)
+        self._parts_group = ranks.group("tp-pp") if ranks else tp_group
+        self._is_first_part = tp_group is None or tp_group.rank() == 0
+        self._check_group(tp_group)
         self._check_modules()
         tied_group = ranks.group("embedding") if ranks and tied else None
         self._tied = set(tied) if tied_group is not None else set()
         buckets = make_buckets(
             module, bucket_size or default_bucket_size(self.size), grad_dtype, tied=self._tied
         )
-        self._frozen = [
-            (name, parameter)
+        self._frozen = {
+            name: parameter
             for name, parameter in module.named_parameters()
             if not parameter.requires_grad
-        ]
+        }
         # else ranks that were seeded apart would stay apart
-        self._broadcast()
+        self._broadcast_params()
         self.reducer = GradReducer(
             buckets,
             group=self.group,
             tied_group=tied_group,
             parts_group=self._parts_group,
             checks=check_gradients,
-            scale=1.0 / self.size if average else 1.0,
+            gradient_scaling_factor=1.0 / self.size if average else 1.0,
             overlap=overlap,
             main_grad=main_grad,
         )
@@ -148,13 +163,15 @@ class BucketedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward within it only accumulates: no bucket starts."""
-        before = self.reducer.is_last
-        self.reducer.is_last = False
+        """Backward within it only accumulates: no bucket starts. Run all backward passes of a step but
+        the last within it.
+        """
+        before = self.reducer.is_last_micro_batch
+        self.reducer.is_last_micro_batch = False
         try:
             yield
         finally:
-            self.reducer.is_last = before
+            self.reducer.is_last_micro_batch = before
 
     @contextlib.contextmanager
     def expect(self, micro_batches: int) -> Iterator[None]:
@@ -169,7 +186,10 @@ class BucketedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
-        """Wait until gradients are reduced, and put them where optimizers look: `param.grad`.
+        """Start the buckets that are left, wait until all are reduced, and put gradients where
+        optimizers look: into `param.grad`. Call it after the last backward of a step, on all ranks.
+
+        Raises GradientError on every rank if a gradient of some rank is not finite.
 
         Args:
             num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
@@ -182,17 +202,14 @@ class BucketedDataParallel(nn.Module):
                 "averages over ranks: make BucketedDataParallel with average=False"
             )
         self._check_frozen()
-        self.reducer.claim_group()
-        self.reducer.launch_rest()
+        self.reducer.start_rest()
         factor = None
         if num_tokens is not None:
             # After the buckets: how many of those started in backward differs from rank to rank.
             # Only the last stage counts tokens: the others have zeros, and need the number too.
             stages = self.ranks.group("pp") if self.ranks is not None else None
             factor = inverse_of_tokens(num_tokens, [self.group, stages], self.device)
-        if fault := self.reducer.wait():
-            raise GradientError(fault)
-        self.reducer.expose(factor)
+        self.reducer.finish_grad_sync(factor)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm, over all ranks of the layout; returns the norm before."""
@@ -211,13 +228,10 @@ class BucketedDataParallel(nn.Module):
 
     def _is_first_copy(self, slot: GradSlot) -> bool:
         """Whether no other tensor or pipeline rank counts the parameter in a norm."""
-        if self.ranks is None:
-            is_first = self._split_over is None or self._split_over.rank() == 0
-            return is_first or is_split(slot.parameter)
         # of a tied parameter the first stage counts its copy, and the last does not
-        if slot.name in self._tied and not self.ranks.is_first_stage:
+        if self.ranks and slot.name in self._tied and not self.ranks.is_first_stage:
             return False
-        return self.ranks.at["tp"] == 0 or is_split(slot.parameter)
+        return self._is_first_part or is_split(slot.parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that micro-batches of an unfinished step have added.
@@ -246,7 +260,7 @@ class BucketedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict)
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
+    def _broadcast_params(self) -> None:
         """Begin with the parameters and buffers of the first rank, as torch's DDP does."""
         if self.group is None:
             return
@@ -267,15 +281,13 @@ class BucketedDataParallel(nn.Module):
                 )
                 break
 
-    def _check_group(self) -> None:
+    def _check_group(self, tp_group: dist.ProcessGroup | None) -> None:
         """Raise ConfigError if gradients would be summed over ranks that have different parts of
         parameters.
         """
-        if self._split_over is None:
+        if tp_group is None or not any(map(is_split, self.module.parameters())):
             return
-        if not any(is_split(parameter) for parameter in self.module.parameters()):
-            return
-        ranks_of_parts = set(dist.get_process_group_ranks(self._split_over))
+        ranks_of_parts = set(dist.get_process_group_ranks(tp_group))
         both = ranks_of_parts.intersection(self.ranks_of_copies)
         if len(both) > 1:
             raise ConfigError(
@@ -311,7 +323,7 @@ class BucketedDataParallel(nn.Module):
 
     def _check_frozen(self) -> None:
         """Raise ConfigError for a parameter that was frozen when it was wrapped, and is trained."""
-        for name, parameter in self._frozen:
+        for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ConfigError(
                     f"{name} was frozen when it was wrapped and is trained now; wrap the module "
@@ -339,6 +351,25 @@ def _describe(module: nn.Module) -> list[str]:
 
 def _form(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(local_part(tensor).shape)}"
+
+
+def tensor_parallel_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which the DTensors of a module are divided; None where it has none.
+
+    Raises ConfigError for DTensors of several meshes or of several dimensions: only a layout says
+    which ranks count what.
+    """
+    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    if not meshes:
+        return None
+    mesh = meshes.pop()
+    if meshes or mesh.ndim > 1:
+        raise ConfigError(
+            "the module's DTensors are on several meshes, or on one of several dimensions, "
+            "so norms over them cannot be computed; give ranks=Ranks(layout) instead of group, "
+            "or split the parameters over one mesh of one dimension"
+        )
+    return mesh.get_group()
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -96,7 +96,7 @@ def test_buckets_follow_the_rules(kinds: list[tuple[int, bool, bool]], bucket_si
             assert names == [str(n) for n in range(len(kinds)) if kinds[n][1:] == kind][::-1]
     for bucket in buckets:
         assert bucket.grads.dtype == torch.float32
-        assert bucket.unready == len(bucket.slots)
+        assert not bucket.is_full
         assert len({(slot.parameter.dtype, slot.name in tied) for slot in bucket.slots}) == 1
         grads = torch.arange(float(bucket.grads.numel()))
         bucket.grads.copy_(grads)

@@ -595,6 +595,27 @@ def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(rank: int, frozen: boo
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+def test_what_is_frozen_after_a_step_loses_its_gradient() -> None:
+    """So optimizers leave it alone, though gradients are not zeroed."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = BucketedDataParallel(module)
+    for is_trained in (True, False):
+        module[0].requires_grad_(is_trained)
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_grad_sync()
+        assert (module[0].bias.grad is not None) == is_trained
+        assert module[1].bias.grad is not None
+
+
+@on_ranks(2)
+def test_an_average_of_float16_does_not_overflow_as_the_sum_would(rank: int) -> None:
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    model = BucketedDataParallel(layer, grad_dtype=torch.float16)
+    model(torch.full((1, 1), 4e4, dtype=torch.float16)).sum().backward()
+    model.finish_grad_sync()
+    assert float(layer.weight.grad or 0) == 4e4
+
+
 @pytest.mark.guarantee("norms-count-element")
 @on_ranks(2)
 def test_a_replicated_dtensor_counts_once_in_a_norm(rank: int) -> None:
