@@ -61,7 +61,7 @@ class BucketedDataParallel(nn.Module):
     - The first micro-batch overwrites a bucket, so there is no `zero_grad_buffer` in each step, but
       with `main_grad=True`, where kernels add to the bucket: there `zero_grad` clears it.
     - Buckets start in one order on every rank, whichever gradient is ready first (see
-      `make_buckets`), so ranks may use different parameters. Megatron's needs a gradient of each.
+      `make_buckets`), so ranks may use different parameters. Megatron's wants a gradient of each.
     - Division by tokens and the sum of tied embeddings, in Megatron a part of
       `finalize_model_grads`, belong to `finish_grad_sync`, which also checks gradients in one go.
     - There is no distributed optimizer, and no reduce-scatter: torch's fully_shard is for that.

@@ -118,8 +118,10 @@ class GradReducer:
         self._add(slot, parameter.grad)
         if self.device.type == "cuda":
             bucket.streams.add(torch.cuda.current_stream(self.device))
-        counts = self.micro_batches > 0
-        if slot.count == self.micro_batches if counts else self.is_last_micro_batch:
+        is_last = self.is_last_micro_batch
+        if self.micro_batches:
+            is_last = slot.count == self.micro_batches
+        if is_last:
             self._register_grad_ready(bucket, slot)
 
     def _add(self, slot: GradSlot, grad: Tensor) -> None:
