@@ -22,6 +22,7 @@ from streammega.errors.cached_property import cached_property
 from streammega.kernels.keyed import GOLDEN, mix
 from streammega.storage.file_system import open_file
 from streammega.storage.open import is_hidden_member
+from streammega.storage.tar_members import open_tar, read_members
 
 Ids = NDArray[np.int64]
 
@@ -198,8 +199,8 @@ def webdataset_texts(
 def _members(file: Any, suffix: str) -> Iterator[bytes]:
     """The contents of the regular members of this suffix; hidden ones are left out."""
     # as a stream: nothing is sought, so that objects are read once and ahead
-    with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as tar:
-        for member in tar:
+    with open_tar(file) as tar:
+        for member in read_members(tar):
             name = member.name
             if not member.isreg() or not name.endswith(suffix) or is_hidden_member(name):
                 continue
@@ -208,22 +209,3 @@ def _members(file: Any, suffix: str) -> Iterator[bytes]:
             content = tar.extractfile(member)
             assert content is not None  # it is a regular file
             yield content.read()
-            vars(tar)["members"].clear()  # or the headers of a whole shard stay
-
-
-class StrictHeader(tarfile.TarInfo):
-    """A header of a tar that ends with a block of zeros, as every whole one does.
-
-    tarfile takes any other block that is no header for the end of the archive too: of one that was
-    cut, or is damaged, the rest would be left out without a word.
-    """
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> StrictHeader:
-        """Raises ReadError for what is neither a header, with what belongs to it, nor zeros."""
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # zeros
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"it was cut or is damaged: {error}") from None

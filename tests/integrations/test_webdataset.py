@@ -385,6 +385,9 @@ def test_a_shard_that_was_cut_or_is_damaged_anywhere_is_an_error(tmp_path: Path)
         except FormatError:
             continue
         assert len(texts) == 2, "only the content of a member was another"
+    damaged.write_bytes(whole * 2)
+    with pytest.raises(FormatError, match="goes on after its end"):
+        list(webdataset_texts()(str(damaged)))
     damaged.write_bytes(b"no tar at all" * 100)
     with pytest.raises(FormatError, match="no texts"):
         list(webdataset_texts()(str(damaged)))

@@ -40,18 +40,10 @@ from streammega.convert.read.text import BYTE_ORDER_MARK, JSON_LINES_SUFFIXES, J
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.words import in_one_line
 from streammega.storage.open import escapes_folder, is_hidden_member
+from streammega.storage.tar_members import open_tar, read_members
 
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 """Suffixes of members that are documents, unless a member is named."""
-MAX_HEADER_BYTES = 1 << 20
-"""Bytes of an extended header: a long name, or attributes. `tarfile` reads it at once."""
-EXTENDED_TYPES = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
 MAX_NAMES = 20
 """Names of members in a message."""
 
@@ -125,16 +117,6 @@ def _regular_members(archive: Any, source: Source) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-class _Member(tarfile.TarInfo):
-    @classmethod
-    def frombuf(cls, *header: Any) -> Any:
-        """Raises HeaderError for an extended header that claims too many bytes."""
-        member = super().frombuf(*header)
-        if member.type in EXTENDED_TYPES and member.size > MAX_HEADER_BYTES:
-            raise tarfile.HeaderError(f"a name or attributes of {member.size:,} bytes")
-        return member
-
-
 def _open_archive(file: Any, path: str) -> tarfile.TarFile:
     """Raises ConvertError for an archive whose name does not say that it is compressed."""
     head = file.read(tarfile.BLOCKSIZE)
@@ -145,40 +127,15 @@ def _open_archive(file: Any, path: str) -> tarfile.TarFile:
         )
     rest = iter(lambda: file.read(READ_BYTES), b"")
     stream: Any = PieceReader(itertools.chain([head], rest))
-    return tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member)
+    return open_tar(stream, "r|")
 
 
 def _members(archive: Any, path: str) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive, up to its end. `tarfile` itself takes a damaged header, and the end
-    of the file, for the end of the archive.
-
-    Raises ConvertError for an archive that is damaged, cut short, or followed by something else.
-    """
-    member = archive.firstmember
-    while member is not None:
-        yield member
-        place = archive.offset
-        archive.fileobj.seek(place)
-        try:
-            member = _Member.fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # an empty header
-            break
-        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):  # type: ignore[attr-defined]
-            raise ConvertError(
-                f"{path}: the archive has no end; it is cut short: copy it again"
-            ) from None
-        except tarfile.HeaderError as error:
-            raise ConvertError(
-                f"{path}: the header at byte {place:,} is damaged ({error}), and nothing after it "
-                f"can be read: copy it again"
-            ) from None
-    # what pads an archive is zeros, of any length
-    while data := archive.fileobj.read(READ_BYTES):
-        if data.strip(b"\0"):
-            raise ConvertError(
-                f"{path}: goes on after its end; did a copy of it leave zeros, or is it several "
-                f"archives?"
-            )
+    """`read_members`. Raises ConvertError."""
+    try:
+        yield from read_members(archive)
+    except tarfile.ReadError as error:
+        raise ConvertError(f"{path}: {error}") from None
 
 
 def _documents_of(
