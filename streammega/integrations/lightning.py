@@ -13,12 +13,11 @@ trained on, not those that Lightning fetched ahead.
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from streammega.config import DataConfig
@@ -331,7 +330,6 @@ class ConsumedBatches:
     def _stop(self, reason: str) -> None:
         if self._running is not None:
             self._running.stop(reason)
-            self._running = None
 
 
 def _callback_class(module: type) -> Any:
@@ -342,13 +340,9 @@ def _callback_class(module: type) -> Any:
 
 def _lightning() -> Any:
     """The package of Lightning that this process uses."""
-    for name in PACKAGES:
-        if sys.modules.get(name) is not None:
-            return sys.modules[name]
-    for name in PACKAGES:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return importlib.import_module(name)
-    return import_framework(PACKAGES[0], "lightning")
+    imported = [name for name in PACKAGES if sys.modules.get(name) is not None]
+    installed = [name for name in PACKAGES if find_spec(name.partition(".")[0]) is not None]
+    return import_framework([*imported, *installed, *PACKAGES][0], "lightning")
 
 
 __getattr__ = class_on_demand(

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -199,13 +201,9 @@ def titan_batch(sizes: Mapping[str, Any]) -> TitanBatch:
 def _base_class() -> Any:
     """torchtitan's BaseDataLoader, where its releases or later ones have it."""
     import_framework("torchtitan", "torchtitan")
-    try:
-        from torchtitan.components.data.loader import BaseDataLoader
-    except ModuleNotFoundError as error:
-        if error.name not in ("torchtitan.components.data", "torchtitan.components.data.loader"):
-            raise  # what torchtitan needs is missing
-        from torchtitan.components.dataloader import BaseDataLoader
-    return BaseDataLoader
+    is_later = find_spec("torchtitan.components.data") is not None
+    name = "data.loader" if is_later else "dataloader"
+    return import_module(f"torchtitan.components.{name}").BaseDataLoader
 
 
 class TitanLoader:
