@@ -89,14 +89,12 @@ class SplitBatches(Iterator[Batch]):
         self._consumed = consumed_samples
         self._loader: StreamLoader | None = None
         self.split = split
-        self.step_samples = micro_batch_size * dp_size
-        """Samples of one micro-batch of every rank."""
         # One micro-step is a global batch to the loader: how many make a step, and how that number
         # grows, is Megatron's own affair, and its consumed samples are all there is to a position.
         self._options = {
             "split": split,
             "micro_batch_size": micro_batch_size,
-            "global_batch_size": self.step_samples,
+            "global_batch_size": micro_batch_size * dp_size,
             "dp_rank": dp_rank,
             "dp_size": dp_size,
             "evaluation": False,
@@ -143,7 +141,7 @@ class SplitBatches(Iterator[Batch]):
 
 
 class MegatronBatches(SplitBatches):
-    """What Megatron-LM calls `next` on. By `save_state` it keeps a position, by `--dataloader-save`."""
+    """What Megatron-LM calls `next` on. It keeps the position too, with `--dataloader-save`."""
 
     def save_state(self) -> dict[str, Any]:
         """The position, which Megatron keeps with `--dataloader-save`. Its own consumed samples are
@@ -338,7 +336,7 @@ def _validation_sets(args: Any, config: DataConfig) -> list[DataConfig]:
     if not has_data(config, "valid"):
         return []
     if ORDERS[config.order].is_endless:  # all samples once are the same in any order
-        config = replace(config, order="sequential")
+        config = replace(config, order="sequential", phases=())  # which are of training alone
     if not getattr(args, "multiple_validation_sets", False):
         return [config]
     if config.blend_per_split is None:

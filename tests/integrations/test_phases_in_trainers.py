@@ -50,12 +50,12 @@ def by_transformers(config: DataConfig) -> Any:
     return StreamTrainerMixin.get_train_dataloader(trainer)
 
 
-def by_megatron(config: DataConfig) -> Any:
-    args = arguments(data_path=config.blend, split="1,0,0", seq_length=LENGTH)
+def by_megatron(config: DataConfig, num_samples: Any = (80, 0, 0), **given: Any) -> Any:
+    args = arguments(data_path=config.blend, split=config.split, seq_length=LENGTH, **given)
     return datasets_of(
         args,
         tokenizer(),
-        (80, 0, 0),
+        num_samples,
         place=Place(dp_rank=0, dp_size=1),
         order=config.order,
         shuffle_lanes=config.shuffle_lanes,
@@ -130,6 +130,11 @@ def test_megatrons_provider_follows_phases_of_the_stream_order() -> None:
         for _ in range(12):
             assert torch.equal(next(train)["tokens"], loader.take()["tokens"])
     train.close()
+    cut = replace(config, split="80,20,0")
+    train, valid, _ = by_megatron(cut, (80, None, 0), full_validation=True)
+    assert len(valid) == len(list(valid)) > 0, "which has no phases"
+    for batches in (train, valid):
+        batches.close()
 
 
 def test_trainers_follow_or_refuse_every_setting_of_a_phase() -> None:
