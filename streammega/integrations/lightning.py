@@ -285,6 +285,7 @@ class ConsumedBatches:
         return self._running
 
     def _fetch(self) -> Generator[Batch, None, None]:
+        # by `take`, which goes on where the loader was moved while nothing was fetched
         for batch in iter(self.loader.take, None):
             self._fetched.append(self.loader.consumed_samples)
             yield batch
