@@ -22,7 +22,7 @@ from streammega.errors.process import (
 from streammega.errors.redaction import redact
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import start_ranks
-from streammega.train.signals import Terminated
+from streammega.train.signals import StopNow, Terminated
 from streammega.train.trainer import Trainer
 
 SILENCE_S = 20.0
@@ -37,7 +37,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
     itself.
 
     Raises StreammegaError for what is wrong with the run, RankError where a collective with other
-    ranks failed, Terminated where a signal ended it with a checkpoint, and Interrupted where Ctrl-C
+    ranks failed, Terminated where a signal ended it with a checkpoint, and Interrupted where one
     did so at once.
     """
     config = load_run(path, overrides)
@@ -57,7 +57,11 @@ def run(path: str, overrides: Sequence[str]) -> None:
 
 
 class Interrupted(Exception):
-    """Ctrl-C ended the run at once: before its first step, or a second one."""
+    """A signal ended the run at once: Ctrl-C before its first step, or a second signal. `number`: of it."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 class RankError(Exception):
@@ -68,13 +72,19 @@ def _explain(error: BaseException, step: int, config: RunConfig) -> BaseExceptio
     """The error that this rank ends with."""
     place = config.train.out_dir
     if isinstance(error, KeyboardInterrupt):
-        text = f"interrupted in step {step}"
+        number = error.number if isinstance(error, StopNow) else signal.SIGINT
+        how = (
+            "interrupted"
+            if number == signal.SIGINT
+            else f"stopped by {signal.Signals(number).name}"
+        )
+        text = f"{how} in step {step}"
         is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         if is_first_rank and config.train.save_interval:
             text += (
                 f"; the same command goes on from the last checkpoint in {place}, if there is one"
             )
-        return Interrupted(text)
+        return Interrupted(text, number)
     is_ours = isinstance(error, StreammegaError)
     if isinstance(error, OSError) and not is_ours:
         reason = error.strerror or str(error)
@@ -129,8 +139,11 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     except Terminated as stopped:
         print(f"[{rank}] {stopped}", file=sys.stderr)
         return 128 + stopped.number
-    except (Interrupted, KeyboardInterrupt) as stopped:
-        print(f"[{rank}] {stopped or 'interrupted'}", file=sys.stderr)
+    except Interrupted as stopped:
+        print(f"[{rank}] {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    except KeyboardInterrupt:
+        print(f"[{rank}] interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
         _print_error(name, describe_defect(error))

@@ -5,7 +5,7 @@
 | SIGTERM or Ctrl-C | | after the step under way, with a checkpoint |
 | SIGTERM or Ctrl-C | Ctrl-C | at once |
 | Ctrl-C | SIGTERM | at once: so torchrun passes a second Ctrl-C on to its ranks |
-| SIGTERM | SIGTERM | as after the first: schedulers send several |
+| SIGTERM | SIGTERM | as after the first: schedulers send several; at once while a save is waited for |
 
 Python runs handlers between two instructions of the main thread. A rank that waits in a collective sees a
 signal when that ends.
@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,10 +36,22 @@ class Terminated(Exception):
         self.number = number
 
 
-class StopRequests:
-    """What the signals that reach this process ask for."""
+class StopNow(KeyboardInterrupt):
+    """A signal asks for the end at once. `number`: of the signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class StopRequests:
+    """What the signals that reach this process ask for.
+
+    is_saving: whether the run waits for a save.
+    """
+
+    def __init__(self, is_saving: Callable[[], bool]) -> None:
+        self._is_saving = is_saving
         self.first_signal: signal.Signals | None = None
         """The signal that asks the run to end."""
         self._first_time = 0.0
@@ -47,7 +59,7 @@ class StopRequests:
     @contextmanager
     def graceful(self, *, announce: bool) -> Iterator[None]:
         """In this context a first signal asks for the end after the step; one for the end at once
-        raises KeyboardInterrupt. In threads other than the main one it does nothing.
+        raises StopNow. In threads other than the main one it does nothing.
 
         announce: print what a first Ctrl-C does. Signals that are ignored stay ignored: Ctrl-C is not
         meant for a shell's background jobs.
@@ -64,11 +76,10 @@ class StopRequests:
                 if announce and number == signal.SIGINT:
                     text = "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
                     os.write(2, text.encode())
-            elif now - self._first_time > ONE_REQUEST and signal.SIGINT in (
-                self.first_signal,
-                number,
+            elif now - self._first_time > ONE_REQUEST and (
+                signal.SIGINT in (self.first_signal, number) or self._is_saving()
             ):
-                raise KeyboardInterrupt
+                raise StopNow(number)
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         # None: a handler in C, which cannot be put back

@@ -101,7 +101,6 @@ class Trainer:
         # First: cuBLAS reads its variable once, at the first product of matrices.
         set_numerics(train)
         self._make_ranks()
-        self.stop_requests = StopRequests()
         self._open_data()
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer: torch.optim.Optimizer = make_optimizer(
@@ -116,6 +115,7 @@ class Trainer:
             train.keep_checkpoints,
             train.collective_timeout,
         )
+        self.stop_requests = StopRequests(lambda: self.checkpoints.is_waiting)
         self.step = 0
         """Steps that are trained."""
         self.step_under_way = 0
@@ -195,8 +195,8 @@ class Trainer:
     def run(self) -> None:
         """Train until `train_iters`, saving and evaluating at their intervals and at the end.
 
-        Raises Terminated after SIGTERM or Ctrl-C, KeyboardInterrupt where a second Ctrl-C wants the
-        end at once, DataEnded, and GradientError after the save under way. Terminated comes after a last
+        Raises Terminated after SIGTERM or Ctrl-C, StopNow where a second signal wants the end at
+        once, DataEnded, and GradientError after the save under way. Terminated comes after a last
         save, DataEnded too if `save_interval` is set.
         """
         train = self.config.train

@@ -2,11 +2,12 @@
 hang or fail, once.
 
 `kill`: SIGKILL. `stop`: SIGSTOP. `hang`: sleeps while it should take a batch. `storage`: its
-storage fails. `term`: SIGTERM.
+storage fails. `term`: SIGTERM. `full`: its disk has no space for new files from then on.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,11 +16,15 @@ from pathlib import Path
 
 from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
+from streammega.storage.backends import local
 from streammega.train.program import main
 from streammega.train.trainer import Trainer
 
 
 def act(kind: str) -> None:
+    if kind == "full":
+        local.AtomicFile = make_no_file  # type: ignore[attr-defined, assignment]
+        return
     if kind == "storage":
         raise EndpointError(
             "s3://bucket/web.bin: 503 SlowDown, after 6 tries; lower max_concurrent_requests"
@@ -29,6 +34,10 @@ def act(kind: str) -> None:
     os.kill(
         os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind]
     )
+
+
+def make_no_file(path: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 def inject(rank: int, step: int, kind: str, marker: Path) -> None:

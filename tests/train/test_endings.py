@@ -123,6 +123,24 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.guarantee("sigterm-ctrl-c")
+def test_a_second_sigterm_ends_a_run_whose_save_waits_for_space(run_file: Path) -> None:
+    family = start_fork(run_file, FAULTY, fault="0:5:full")
+    family.signal(signal.SIGTERM, 0)
+    time.sleep(2 * ONE_REQUEST)
+    assert family.ended(0, within=0) == [None]
+    family.signal(signal.SIGTERM, 0)
+    codes = family.ended(0, within=20)
+    log = family.log(0)
+    assert codes == [143], log
+    assert log.endswith(
+        f"the same command goes on from the last checkpoint in {run_file.parent}/run, if there is one\n"
+    ), log
+    assert "[0] stopped by SIGTERM in step " in log
+    assert "Traceback" not in log
+    assert saved_steps(run_file) == []
+
+
 def test_ctrl_c_while_the_program_imports_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = subprocess.run(

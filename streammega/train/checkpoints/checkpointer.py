@@ -63,6 +63,8 @@ class Checkpointer:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.is_waiting = False
+        """Whether `wait` waits: for a full disk it may take long."""
         self.last_save: tuple[int, float] | None = None
         """The step of the last save, and when it started (time.monotonic)."""
         # A single rank without torchrun is no mistake.
@@ -85,29 +87,27 @@ class Checkpointer:
         *,
         background: bool,
     ) -> None:
-        """Write a checkpoint of the values as they are now, and remove all but the last `keep`.
+        """Write a checkpoint of the values as they are now, and remove all but the last `keep`. A thread
+        writes it: signals reach the main thread while it waits.
 
-        background: return when the values are copied; a thread writes them.
+        background: return when the values are copied.
         """
         self.wait()
         self.last_save = (step, time.monotonic())
         state = state_to_save(model, optimizer)
         copies = self._staging.stage(state)
-        if not background:
-            self._write(step, state, copies, position)
-            return
 
-        def save_in_background() -> None:
+        def write() -> None:
             try:
                 self._write(step, state, copies, position)
             except BaseException as error:
                 # `wait` raises it. `has_failed` is summed over all ranks every step.
                 self._error = error
 
-        self._thread = threading.Thread(
-            target=save_in_background, name="streammega-save", daemon=True
-        )
+        self._thread = threading.Thread(target=write, name="streammega-save", daemon=True)
         self._thread.start()
+        if not background:
+            self.wait()
 
     def before_change(self) -> None:
         """Call it before parameters or the optimizer's state change: a GPU may still be copying them."""
@@ -116,7 +116,9 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for the save in the background. Raises its error."""
         if self._thread is not None:
+            self.is_waiting = True
             self._thread.join()
+            self.is_waiting = False
             self._thread = None
         error = self._error
         self._error = None
