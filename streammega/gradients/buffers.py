@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,18 +71,20 @@ def make_buckets(
     bucket_size: int,
     grad_dtype: torch.dtype | None,
     *,
-    tied: Collection[str],
+    tied: Sequence[str],
 ) -> list[GradBucket]:
     """Buckets of the parameters that are trained, in the order in which their collectives start.
 
-    The order follows from the order of registration alone, so it is the same on all ranks. Backward
-    makes the gradients of the last layers first, so parameters go in reverse; each dtype has buckets
-    of its own. A bucket is usually full with the gradient of its parameter that was registered first.
+    The order follows from the order of registration and `tied` alone, so it is the same on all ranks.
+    Backward makes the gradients of the last layers first, so parameters go in reverse; each dtype has
+    buckets of its own. A bucket is usually full with the gradient of its parameter that was registered
+    first.
 
     Args:
         bucket_size: a bucket closes with the parameter that brings it to so many elements.
         grad_dtype: of the buckets; None: the dtype of their parameters, but at least float32.
-        tied: names of parameters that another stage has too. Their buckets come last.
+        tied: names of parameters that another stage has too, in the order in which it names its own.
+            Their buckets come last.
     """
     trained = [item for item in module.named_parameters() if item[1].requires_grad]
     if not trained:
@@ -92,7 +94,10 @@ def make_buckets(
     _check_devices(trained)
     buckets: list[list[int]] = []
     unfilled: dict[tuple[bool, torch.dtype], tuple[list[int], int]] = {}
-    for number, (name, parameter) in reversed(list(enumerate(trained))):
+    numbers = {name: number for number, (name, _) in enumerate(trained)}
+    untied = [number for name, number in numbers.items() if name not in tied]
+    for number in (*reversed(untied), *(numbers[name] for name in tied if name in numbers)):
+        name, parameter = trained[number]
         kind = (name in tied, parameter.dtype)
         members, filled = unfilled.pop(kind, ([], 0))
         if not members:
@@ -101,7 +106,8 @@ def make_buckets(
         filled += local_part(parameter).numel()
         if filled < bucket_size:
             unfilled[kind] = (members, filled)
-    buckets.sort(key=lambda members: (trained[members[0]][0] in tied, -members[-1]))
+    # Those of tied parameters stay in their order, at the end.
+    buckets.sort(key=lambda members: 1 if trained[members[0]][0] in tied else -members[-1])
     return [_make_bucket([trained[n] for n in members], grad_dtype, tied) for members in buckets]
 
 
@@ -109,7 +115,7 @@ def make_buckets(
 def _make_bucket(
     named_parameters: Sequence[tuple[str, nn.Parameter]],
     grad_dtype: torch.dtype | None,
-    tied: Collection[str],
+    tied: Sequence[str],
 ) -> GradBucket:
     """A bucket of parameters of one dtype, side by side in this order."""
     parts = [local_part(parameter) for _, parameter in named_parameters]
@@ -136,9 +142,11 @@ def _check_devices(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether ranks have different parts of a parameter."""
+    """Whether ranks have different parts of a parameter: one of a DTensor, or of a layer of Megatron, which
+    marks it.
+    """
     if not isinstance(parameter, DTensor):
-        return False
+        return bool(getattr(parameter, "tensor_model_parallel", False))
     return any(not placement.is_replicate() for placement in parameter.placements)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ class BucketedDataParallel(nn.Module):
 
     Args:
         module: all that one backward goes through. Its parameters may be DTensors of one
-            tensor-parallel group; every rank works on its own part. Several modules, such as the
-            virtual pipeline stages of this rank, are one nn.ModuleList, and are called directly.
+            tensor-parallel group, or with `ranks` those of Megatron's layers; every rank works on its
+            own part. Several modules, such as the virtual pipeline stages of this rank, are one
+            nn.ModuleList, and are called directly.
         group: the ranks that hold copies; None: all.
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
             taken over all groups.
@@ -89,8 +90,8 @@ class BucketedDataParallel(nn.Module):
         average: divide by the number of ranks; else gradients are summed, to be normalised by
             `finish_grad_sync(num_tokens)`.
         overlap: start a bucket when it is full, else all at the end.
-        tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
-            embedding group.
+        tied: names of parameters that the first and last pipeline stage share, in the same order on
+            both: summed over `ranks`' embedding group.
         check_gradients: `finish_grad_sync` raises GradientError on every rank if a gradient of some
             rank is not finite, and names that rank and its bucket. Set it to False with
             torch.amp.GradScaler, which skips such steps by itself, and in a CUDA graph, where every
@@ -111,7 +112,7 @@ class BucketedDataParallel(nn.Module):
         grad_dtype: torch.dtype | None = None,
         average: bool = True,
         overlap: bool = True,
-        tied: Collection[str] = (),
+        tied: Sequence[str] = (),
         check_gradients: bool = True,
         main_grad: bool = False,
     ) -> None:
@@ -135,7 +136,11 @@ class BucketedDataParallel(nn.Module):
         self._check_group(tp_group)
         self._check_modules()
         tied_group = ranks.group("embedding") if ranks and tied else None
-        self._tied = set(tied) if tied_group is not None else set()
+        if isinstance(tied, Set):
+            raise ConfigError(
+                "tied is a set, which has no order: give a list, in the same order on both stages"
+            )
+        self._tied = tuple(tied) if tied_group is not None else ()
         buckets = make_buckets(
             module, bucket_size or default_bucket_size(self.size), grad_dtype, tied=self._tied
         )

@@ -54,8 +54,12 @@ def check_grads(
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     slots = [slot for bucket in buckets for slot in bucket.slots]
-    # of a tied parameter another stage has a gradient
-    unused = [int(s.count == 0 and not bucket.is_tied) for bucket in buckets for s in bucket.slots]
+    # of a tied parameter another stage has a gradient, unless it is frozen now
+    unused = [
+        int(slot.count == 0 and not (bucket.is_tied and slot.parameter.requires_grad))
+        for bucket in buckets
+        for slot in bucket.slots
+    ]
     # The smallest of all ranks, int64 [1 + parameters]: the first bad bucket and its rank, and 1 for
     # each parameter that no rank used.
     device = buckets[0].grads.device

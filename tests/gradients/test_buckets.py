@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from streammega import BucketedDataParallel, ParallelLayout, Ranks
-from streammega.errors import GradientError
+from streammega.errors import ConfigError, GradientError
 from streammega.gradients.buffers import default_bucket_size, local_grad, make_buckets
 from streammega.gradients.collectives import inverse_of_tokens
 from streammega.train.optimizer import LossScale
@@ -79,7 +79,7 @@ def test_buckets_follow_the_rules(kinds: list[tuple[int, bool, bool]], bucket_si
     module = torch.nn.ParameterDict()
     for number, (size, is_narrow, _) in enumerate(kinds):
         module[str(number)] = torch.empty(size, dtype=torch.bfloat16 if is_narrow else None)
-    tied = {str(number) for number, (_, _, is_tied) in enumerate(kinds) if is_tied}
+    tied = [str(number) for number, (_, _, is_tied) in enumerate(kinds) if is_tied]
     buckets = make_buckets(module, bucket_size, None, tied=tied)
     untied = [bucket for bucket in buckets if not bucket.is_tied]
     assert [bucket.is_tied for bucket in buckets] == sorted(bucket.is_tied for bucket in buckets)
@@ -93,7 +93,8 @@ def test_buckets_follow_the_rules(kinds: list[tuple[int, bool, bool]], bucket_si
                 if (slot.parameter.dtype == torch.bfloat16) == is_narrow
             ]
             kind = (is_narrow, is_tied)
-            assert names == [str(n) for n in range(len(kinds)) if kinds[n][1:] == kind][::-1]
+            of_kind = [str(n) for n in range(len(kinds)) if kinds[n][1:] == kind]
+            assert names == (of_kind if is_tied else of_kind[::-1]), "tied ones in their own order"
     for bucket in buckets:
         assert bucket.grads.dtype == torch.float32
         assert not bucket.is_full
@@ -227,13 +228,71 @@ def test_a_bad_shared_gradient_is_named_where_it_came_from(rank: int) -> None:
     stage = torch.nn.ModuleDict(
         {"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)}
     )
-    model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
+    model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied=["shared.weight"])
     shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
     (shared + stage["own"](torch.ones(1, 4))).sum().backward()
     named = ", of shared.weight," if rank == 1 else ""
     message = f"rank 1: a gradient of bucket 1{named} is not finite"
     with pytest.raises(GradientError, match=re.escape(message)):
         model.finish_grad_sync()
+
+
+class Tied(torch.nn.Module):
+    """Parameters by name, whose gradients are their values of `slopes`."""
+
+    def __init__(self, slopes: dict[str, float]) -> None:
+        super().__init__()
+        for name in slopes:
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
+        self.slopes = slopes
+
+    def forward(self) -> torch.Tensor:
+        trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+        return torch.stack([p.sum() * self.slopes[name] for name, p in trained]).sum()
+
+
+@pytest.mark.guarantee("gradients-torch-ddp", "uses-would-give")
+@on_ranks(2)
+def test_tied_parameters_meet_by_their_order_in_tied(rank: int) -> None:
+    """Stages may register them in another order, and call them otherwise."""
+    slopes = {"embedding": 1.0, "positions": 2.0}
+    of_rank = slopes if rank == 0 else dict(reversed(slopes.items()))
+    ranks = Ranks(ParallelLayout(pp=2))
+    model = BucketedDataParallel(Tied(of_rank), ranks=ranks, tied=["embedding", "positions"])
+    model().backward()
+    model.finish_grad_sync()
+    grads = {
+        name: p.grad.tolist() for name, p in model.module.named_parameters() if p.grad is not None
+    }
+    assert grads == {"embedding": [2.0, 2.0], "positions": [4.0, 4.0]}
+    with pytest.raises(ConfigError, match="tied is a set, which has no order"):
+        BucketedDataParallel(Tied(of_rank), ranks=ranks, tied={"embedding", "positions"})  # type: ignore[arg-type]
+
+
+@pytest.mark.guarantee("gradients-torch-ddp")
+@on_ranks(2)
+def test_a_tied_parameter_that_is_frozen_later_has_no_gradient(rank: int) -> None:
+    ranks = Ranks(ParallelLayout(pp=2))
+    model = BucketedDataParallel(
+        Tied({"embedding": 1.0, "own": 1.0}), ranks=ranks, tied=["embedding"]
+    )
+    embedding = model.module.get_parameter("embedding")
+    embedding.requires_grad_(False)
+    model().backward()
+    model.finish_grad_sync()
+    assert embedding.grad is None, "AdamW would decay it"
+
+
+@pytest.mark.guarantee("norms-count-element")
+@on_ranks(2)
+def test_layers_of_megatron_count_with_all_their_parts(rank: int) -> None:
+    model = BucketedDataParallel(
+        Tied({"part": 1.0, "copy": 1.0}), ranks=Ranks(ParallelLayout(tp=2))
+    )
+    model.module.get_parameter("part").tensor_model_parallel = True  # type: ignore[attr-defined]
+    model().backward()
+    model.finish_grad_sync()
+    assert float(model.clip_grad_norm_(1e9)) == pytest.approx(math.sqrt(2 + 2 + 2))
 
 
 @pytest.mark.guarantee("norms-count-element")
