@@ -55,10 +55,9 @@ class Pipeline:
             targets = [inputs.target for inputs in inputs_of_step if inputs.target is not None]
             options["target"] = torch.cat(targets)
         keywords = _concatenate([inputs.keywords for inputs in inputs_of_step], length)
-        if train:
-            self._schedule.step(*arguments, **options, **keywords, return_outputs=False)
-        else:
-            self._schedule.eval(*arguments, **options, **keywords)
+        run = self._schedule.step if train else self._schedule.eval
+        # The logits of all micro-batches together are large, and only their losses are wanted.
+        run(*arguments, **options, **keywords, return_outputs=False)
 
     def _make_schedule(self, num_micro_batches: int, length: int) -> Any:
         """torch's schedule for so many micro-batches of samples of `length` tokens.

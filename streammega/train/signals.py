@@ -37,9 +37,9 @@ class Terminated(Exception):
 
 
 class StopNow(KeyboardInterrupt):
-    """A signal asks for the end at once. `number`: of the signal."""
+    """Signals ask for the end at once. `number`: SIGINT if one of them was Ctrl-C."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: signal.Signals) -> None:
         super().__init__()
         self.number = number
 
@@ -76,10 +76,11 @@ class StopRequests:
                 if announce and number == signal.SIGINT:
                     text = "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
                     os.write(2, text.encode())
-            elif now - self._first_time > ONE_REQUEST and (
-                signal.SIGINT in (self.first_signal, number) or self._is_saving()
-            ):
-                raise StopNow(number)
+            elif now - self._first_time > ONE_REQUEST:
+                if signal.SIGINT in (self.first_signal, number):
+                    raise StopNow(signal.SIGINT)
+                if self._is_saving():
+                    raise StopNow(signal.SIGTERM)
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         # None: a handler in C, which cannot be put back

@@ -2,9 +2,10 @@
 
 The order of a step, and why:
 
-    forward, backward   each micro-batch is taken while the one before is computed
+    forward, backward   each micro-batch is taken while the one before is computed; a pipeline takes all
+                        of them first
     reduce and step     gradients are summed over ranks. Their norm is checked after the optimizer's
-                        step, where the host waits for the device anyway
+                        step, where the host waits for the device
     totals              one collective: losses, and whether a signal asks any rank to stop. All ranks
                         have the same totals, so all of them stop, or save, after the same step
     stop                with a checkpoint and without an evaluation, since a signal does not wait long
@@ -22,17 +23,24 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from streammega.config.validate import finite
-from streammega.errors import ConfigError, GradientError, StateError, StorageError
+from streammega.errors import (
+    ConfigError,
+    GradientError,
+    StateError,
+    StorageError,
+    StreammegaError,
+)
 from streammega.errors.logs import get_logger
 from streammega.loading.source_losses import add_losses_by_source
 from streammega.parallel import RankBatches, Ranks
@@ -107,8 +115,8 @@ class Trainer:
             self.model.chunks, train, fused=self.model.is_sharded
         )
         self.scale = LossScale() if train.dtype == "float16" else None
-        self.grad_sync = DeviceTimer(device)
-        """Times how long this rank waits for the others until gradients are summed."""
+        self.grad_sync_timer = DeviceTimer(device)
+        """Times how long this rank waits for the others until gradients are summed and divided."""
         self.checkpoints = Checkpointer(
             CheckpointStore.open(train.out_dir, config.data.storage),
             device,
@@ -213,23 +221,16 @@ class Trainer:
                 "train.save_interval is 0: only SIGTERM or Ctrl-C make a checkpoint. If the run is killed "
                 "or fails, it starts at step 0 again"
             )
-        with self.stop_requests.graceful(announce=is_first_rank):
+        with self.stop_requests.graceful(announce=is_first_rank), self._finishing_save():
             if self.unwritten is not None:
                 self._evaluate_and_write(self.unwritten, evaluates=self.evaluates)
             while self.step < train.train_iters:
                 try:
                     record, stop_signal = self.train_step()
                 except DataEnded:
-                    if train.save_interval:
+                    if train.save_interval and self.saved_step < self.step:
                         self.save()
                     self.close()
-                    raise
-                except GradientError:
-                    # The thread of a save ends with the process, and a resume needs that checkpoint.
-                    try:
-                        self.checkpoints.wait()
-                    except (ConfigError, StorageError) as error:
-                        log.warning("%s", error)
                     raise
                 self.step += 1
                 if stop_signal is not None and self.step < train.train_iters:
@@ -240,6 +241,20 @@ class Trainer:
                     self.save(background=not is_last, record=record if evaluates else None)
                 self._evaluate_and_write(record, evaluates=evaluates)
         self.close()
+
+    @contextmanager
+    def _finishing_save(self) -> Iterator[None]:
+        """After an error in this context the save under way is finished: its thread ends with the process, and
+        a resume needs that checkpoint.
+        """
+        try:
+            yield
+        except StreammegaError:
+            try:
+                self.checkpoints.wait()
+            except (ConfigError, StorageError) as error:
+                log.warning("%s", error)
+            raise
 
     def train_step(self) -> tuple[dict[str, Any], signal.Signals | None]:
         """One optimizer step: its record, and the signal that asks the run to stop, if any rank has
@@ -278,12 +293,12 @@ class Trainer:
         losses = self.model.forward_backward(batches, num_micro_batches, length, factor)
         grad_norm = self._reduce_and_step(losses, num_tokens)
         # Samples of this rank, in the order in which they came.
-        micro_steps = first_sample + dataset.step_samples * np.arange(num_micro_batches)
-        sample_ids = dataset.sample_ids(micro_steps).reshape(-1)
+        positions = first_sample + dataset.step_samples * np.arange(num_micro_batches)
+        sample_ids = dataset.sample_ids(positions).reshape(-1)
         totals = self._totals(losses, sample_ids)
         # fully_shard sums within backward, so no wait of a sharded model is known.
         if not self.model.is_sharded:
-            self.loader.count_grad_sync(self.grad_sync.seconds)
+            self.loader.count_grad_sync(self.grad_sync_timer.seconds)
 
         samples = range(first_sample, first_sample + num_samples)
         record: dict[str, Any] = {
@@ -330,20 +345,18 @@ class Trainer:
         Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
         """
         model = self.model
-        with self.grad_sync:
+        with self.grad_sync_timer:
             model.finish_gradients(losses.tokens.sum())
-        is_good = self.scale is None or self.scale.unscale(
+        if self.scale is not None and not self.scale.unscale(
             model.gradients(), self.device, float(divided_by)
-        )
-        if is_good:
-            norm = model.clip_grad_norm_(self.config.train.clip_grad or math.inf)
+        ):
+            model.zero_grad()
+            return math.inf
+        norm = model.clip_grad_norm_(self.config.train.clip_grad or math.inf)
         # A save may still be copying the values that change now.
         self.checkpoints.before_change()
-        if is_good:
-            self.optimizer.step()
+        self.optimizer.step()
         model.zero_grad()
-        if not is_good:
-            return math.inf
         if self.device.type == "cuda":
             # The device is busy with the step. The host prepares the next one meanwhile.
             self.batches.prepare()
@@ -379,7 +392,7 @@ class Trainer:
             if num_sources:
                 samples = self.loader.dataset.samples
                 dataset_id = torch.from_numpy(samples.locate(sample_ids).dataset_of_sample)
-                # The mean of each sample, which weighs as much as it has tokens.
+                # The mean of each sample, which weighs as much as it has tokens; of none it does not count.
                 means, weights = (loss / tokens)[:, None], tokens[:, None]
                 add_losses_by_source(by_source.view(-1, 2), dataset_id, means, weights)
         sums = sums.to(self.device)
@@ -458,11 +471,14 @@ class Trainer:
         """Whether the interval of saves has passed, or the run ends.
 
         A step that fp16 skipped is saved only as the last one. Its weights are saved already, and a
-        checkpoint of it would push out an older one. The next step is saved instead.
+        checkpoint of it would push out an older one. The next step is saved instead: so it counts how
+        many intervals have passed since the last save.
         """
         interval = self.config.train.save_interval
-        if interval == 0 or self.step == self.config.train.train_iters:
-            return interval > 0
+        if interval == 0:
+            return False
+        if self.step == self.config.train.train_iters:
+            return True
         was_taken = math.isfinite(record["grad_norm"])
         return was_taken and self.step // interval > self.saved_step // interval
 
@@ -488,21 +504,21 @@ class Trainer:
             self.step, self.model, self.optimizer, position, background=background
         )
 
-    def _stop_here(self, record: dict[str, Any], stop_signal: signal.Signals) -> None:
+    def _stop_here(self, record: dict[str, Any], stop_signal: signal.Signals) -> NoReturn:
         """End the run after a signal. The save under way is finished, and this step saved too unless
         that one is recent enough.
         """
         if self.run_log:
             self.run_log.write(record)
         self.checkpoints.wait()
-        saved_step = self.checkpoints.recent_step(RECENT_SECONDS)
-        if saved_step is None:
+        recent_step = self.checkpoints.recent_step(RECENT_SECONDS)
+        what = ", which is saved"
+        if recent_step is None:
             self.save()
+        else:
+            what = f"; step {recent_step}, of less than {RECENT_SECONDS:.0f} s before, is saved"
         self.close()
         how = "interrupted" if stop_signal == signal.SIGINT else f"stopped by {stop_signal.name}"
-        what = ", which is saved"
-        if saved_step is not None and saved_step != self.step:
-            what = f"; step {saved_step}, of less than {RECENT_SECONDS:.0f} s before, is saved"
         raise Terminated(
             f"{how} after step {self.step}{what} in {self.config.train.out_dir}; "
             f"the same command goes on from there",
@@ -539,6 +555,7 @@ class Trainer:
         self.step = self.saved_step = position["step"]
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
+        # Only the first rank has metrics.jsonl, and all ranks evaluate, or none.
         is_unwritten = torch.zeros((), device=self.device)
         if self.run_log:
             log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)

@@ -434,7 +434,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (cache_folder.DISK_RESERVE, cache_folder.DISK_SHARE),
         (1 << 30, 0.01),
     ),
-    ("training", "A second Ctrl-C, more than a second after the first", signals.ONE_REQUEST, 1),
+    ("training", "a second Ctrl-C, more than a second after the first", signals.ONE_REQUEST, 1),
     (
         "orders",
         "take at least 128 MiB: 512 lanes of 256 KiB",
