@@ -294,10 +294,11 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 @pytest.mark.parametrize(
     ("interval", "kept"), [(2, [6, 8]), (4, [4, 8])], ids=["its-step-again", "another-step"]
 )
+@pytest.mark.parametrize("kind", ["flipped-bit", "record", "no-checksums"])
 def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(
-    run_file: str, folder: Path, interval: int, kept: list[int]
+    run_file: str, folder: Path, kind: str, interval: int, kept: list[int]
 ) -> None:
-    flip(step_files(folder, 6))
+    DAMAGE[kind](record_of(folder, 6))
     trainer = resumed(
         run_file,
         "train.keep_checkpoints=2",
@@ -311,6 +312,31 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
         step_files(folder, step).name for step in kept
     ], "the files of the damaged one went with its record"
+    record_of(folder, 8).unlink()
+    assert resumed(run_file).step == kept[0], "the one before is whole too"
+
+
+@pytest.mark.guarantee("damaged-checkpoint-bit")
+@pytest.mark.parametrize("file", ["record", TENSORS])
+def test_a_checkpoint_of_another_release_is_no_damaged_one(
+    run_file: str, folder: Path, file: str
+) -> None:
+    """It would be skipped, and removed with the next save."""
+    path = record_of(folder, 6)
+    record = json.loads(path.read_text())
+    del record[CHECKSUM]
+    if file == "record":
+        record["version"] += 1
+    else:
+        tensors = files_of(path) / TENSORS
+        tensors.write_text(tensors.read_text().replace('"version": 2', '"version": 3'))
+        record["tensors"] = xxhash.xxh3_64_hexdigest(tensors.read_bytes())
+    path.write_text(json.dumps(sign(record)))
+    with pytest.raises(
+        StateError, match=r"has version \d, and this release reads \d: go on with"
+    ) as error:
+        resumed(run_file)
+    assert not isinstance(error.value, DamagedError)
 
 
 @pytest.mark.guarantee("damaged-checkpoint-bit")
@@ -483,7 +509,7 @@ BAD_TENSORS: list[dict[str, Any]] = [
         b"[" * 100_000,
         pickle.dumps({}),
         [],
-        {"version": 1, "tensors": {}},
+        {"tensors": {}},
         {"version": 2},
         {"version": 2, "tensors": [TENSOR]},
         *({"version": 2, "tensors": {"a": TENSOR | change}} for change in BAD_TENSORS),
@@ -739,9 +765,10 @@ def test_an_evaluation_that_fails_costs_no_steps_and_is_made_after_the_resume(
     assert "valid_loss" in records[-3]
 
 
-@pytest.mark.guarantee("run-diverged-ends")
-def test_a_run_that_diverges_finishes_the_save_under_way(
-    run_file: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.guarantee("run-diverged-ends", "evaluated-opened-start")
+@pytest.mark.parametrize("fails", ["step", "evaluation"])
+def test_a_run_that_fails_finishes_the_save_under_way(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """The thread of a save ends with the process."""
     publish = CheckpointStore.publish
@@ -751,7 +778,8 @@ def test_a_run_that_diverges_finishes_the_save_under_way(
         publish(self, *arguments)
 
     monkeypatch.setattr(CheckpointStore, "publish", slow)
-    trainer = Trainer(load_run(run_file), CPU)
+    settings = ["train.eval_interval=2", "train.eval_iters=1"]
+    trainer = Trainer(load_run(run_file, settings if fails == "evaluation" else []), CPU)
     finish = trainer.model.finish_gradients
 
     def diverging(tokens: torch.Tensor) -> None:
@@ -759,8 +787,12 @@ def test_a_run_that_diverges_finishes_the_save_under_way(
             raise GradientError("the gradient of norm.weight is not finite")
         finish(tokens)
 
+    def unreadable() -> Any:
+        raise EndpointError("norm.weight of no endpoint")
+
     monkeypatch.setattr(trainer.model, "finish_gradients", diverging)
-    with pytest.raises(GradientError, match=r"norm\.weight"):
+    monkeypatch.setattr(trainer, "evaluate_all", unreadable)
+    with pytest.raises((GradientError, EndpointError), match=r"norm\.weight"):
         trainer.run()
     assert trainer.checkpoints.store.steps() == [2]
 

@@ -167,5 +167,5 @@ def test_a_record_whose_answer_was_lost_is_this_jobs(
         return create_object(*arguments)
 
     monkeypatch.setattr(checkpoint_store, "create_object", create_and_lose)
-    place.publish(4, place.begin(4), "", {"step": 4})
+    place.publish(4, place.begin(4), "", {"step": 4, "data": {}})
     assert place.steps() == [4]

@@ -90,7 +90,7 @@ class Checkpointer:
         """Write a checkpoint of the values as they are now, and remove all but the last `keep`. A thread
         writes it: signals reach the main thread while it waits.
 
-        background: return when the values are copied.
+        background: return when the copies of the values are under way (see `before_change`).
         """
         self.wait()
         self.last_save = (step, time.monotonic())
@@ -117,8 +117,10 @@ class Checkpointer:
         """Wait for the save in the background. Raises its error."""
         if self._thread is not None:
             self.is_waiting = True
-            self._thread.join()
-            self.is_waiting = False
+            try:
+                self._thread.join()
+            finally:
+                self.is_waiting = False
             self._thread = None
         error = self._error
         self._error = None

@@ -13,6 +13,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -146,19 +147,28 @@ def write_tensors(
         process_group=rank_sync.group,
         no_dist=rank_sync.group is None,
     )
-    return metadata, writer.checksum
+    # Not in `finish`, while other ranks wait in a collective: a full disk may be waited for longer.
+    return metadata, rank_sync.run_on_first(lambda: _write_lists(files, metadata))
+
+
+def _write_lists(files: CheckpointFiles, metadata: Metadata) -> str:
+    """Write the metadata for torch's programs and for us; the checksum of ours."""
+    of_torch = {
+        index: _StorageInfo(part.file, part.start, part.stop - part.start)
+        for index, part in metadata.storage_data.items()
+    }
+    files.put(METADATA, pickle.dumps(replace(metadata, storage_data=of_torch)))
+    data = list_tensors(metadata)
+    files.put(TENSORS, data)
+    return checksum_of(data)
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes this rank's file, and on the first rank the metadata after all files.
-
-    checksum: on the first rank, that of tensors.json when it is written.
-    """
+    """Writes this rank's file."""
 
     def __init__(
         self, files: CheckpointFiles, copies: Mapping[str, Tensor], rank_sync: RankSync
     ) -> None:
-        self.checksum = ""
         self._files = files
         self._copies = copies
         self._rank_sync = rank_sync
@@ -196,18 +206,11 @@ class CheckpointWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: write the metadata, for torch's programs and for us."""
-        parts = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        """On the first rank: add to the metadata where everything is."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {
-            index: _StorageInfo(part.file, part.start, part.stop - part.start)
-            for index, part in parts.items()
+            result.index: result.storage_data for of_rank in results for result in of_rank
         }
-        self._files.put(METADATA, pickle.dumps(metadata))
-        metadata.storage_data = parts
-        data = list_tensors(metadata)
-        self._files.put(TENSORS, data)
-        self.checksum = checksum_of(data)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Every save has a writer of its own."""

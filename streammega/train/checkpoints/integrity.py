@@ -40,9 +40,7 @@ _LOCAL_SIGNATURE = b"PK\3\4"
 
 
 class DamagedError(StateError):
-    """A checkpoint that cannot be read: files are missing, cut short or damaged. Another try does not
-    help.
-    """
+    """A checkpoint that cannot be read: files are missing, cut short or damaged."""
 
 
 class StoredPart(NamedTuple):
@@ -67,6 +65,17 @@ def sign(record: Mapping[str, Any]) -> dict[str, Any]:
 def is_signed(record: Mapping[str, Any]) -> bool:
     """Whether a record that was read has its own checksum."""
     return record.get(CHECKSUM) == _checksum_of_record(record)
+
+
+def check_version(stored: Mapping[str, Any], version: int, where: str) -> None:
+    """Raise StateError for another version of a file that is whole: of another release it is no damaged one,
+    which would be skipped and removed.
+    """
+    if stored["version"] != version:
+        raise StateError(
+            f"{where}: has version {stored['version']!r}, and this release reads {version}: go on with the "
+            f"release that wrote it, or start in another train.out_dir"
+        )
 
 
 def _checksum_of_record(record: Mapping[str, Any]) -> str:
@@ -96,11 +105,12 @@ def list_tensors(metadata: Metadata) -> bytes:
 
 
 def parse_tensors(data: bytes, url: str) -> Metadata:
-    """The metadata that `list_tensors` was given. Raises DamagedError."""
+    """The metadata that `list_tensors` was given. Raises DamagedError, StateError for one of another
+    release.
+    """
     try:
         stored = parse_json(data)
-        if stored["version"] != TENSORS_VERSION:
-            raise ValueError(f"version {stored['version']!r}; this release reads {TENSORS_VERSION}")
+        check_version(stored, TENSORS_VERSION, url)
         metadata = Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in stored["tensors"].items():
             _add_tensor(metadata, name, tensor)

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
@@ -62,7 +63,8 @@ def lock_file(path: Path) -> filelock.BaseFileLock | None:
         return None
     # Where there are no locks, filelock has its own text in the file.
     if isinstance(lock, filelock.UnixFileLock):
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        with suppress(OSError):  # the disk may be full
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     return lock
 
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.config import StorageConfig
 from streammega.config.validate import parse_json
-from streammega.errors import ConfigError, StorageError
+from streammega.errors import ConfigError, StateError, StorageError
 from streammega.errors.logs import get_logger
 from streammega.parallel.rank_sync import RankSync
 from streammega.storage import Store, join_url, open_store
@@ -44,7 +44,7 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import ObjectInfo, create_object
 from streammega.storage.thread_pool import parallel_map
 from streammega.train.checkpoints.files import CheckpointFiles
-from streammega.train.checkpoints.integrity import DamagedError, is_signed, sign
+from streammega.train.checkpoints.integrity import DamagedError, check_version, is_signed, sign
 from streammega.train.checkpoints.out_dir import SHARED_SIGN, lock_file, wait_until_visible
 
 log = get_logger(__name__)
@@ -53,7 +53,7 @@ RECORD_VERSION = 3
 _RECORD = re.compile(r"step-(?P<step>\d{8,})\.json")
 _FOLDER = re.compile(r"step-(?P<step>\d{8,})-[0-9a-f]{8}")
 """The folder that a record names."""
-_CHECKPOINT = re.compile(r"step-(?P<step>\d+)(-[0-9a-f]{8})?(\.json)?")
+_CHECKPOINT = re.compile(r"step-(?P<step>\d+)(?P<folder>-[0-9a-f]{8})?(\.json)?")
 """How a checkpoint may be named: by its step, its record or its folder."""
 _POSITION: dict[str, type] = {
     **{"step": int, "data": dict, "model": dict, "record": dict, "loss_scale": dict},
@@ -76,7 +76,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """The checkpoints of a run by step. Only the first rank calls the methods, but for `save` and `files`.
+    """The checkpoints of a run by step. Only the first rank calls the methods, but for `save`, `files` and `unlock`.
 
     Args:
         store: a disk, or a bucket.
@@ -118,6 +118,9 @@ class CheckpointStore:
         if self.folder is not None:
             self._lock = lock_file(self.folder.parent / ".lock")
             self._delete(self.root.list(SHARED_SIGN))
+        if self._lock is not None:
+            # Before anything is written: the disk may be full of them.
+            self._clear()
 
     def unlock(self) -> None:
         """Let other jobs in again."""
@@ -151,13 +154,17 @@ class CheckpointStore:
 
     def begin(self, step: int) -> str:
         """The name of a new folder. Removes files of killed saves, which no record names."""
+        self._clear()
+        return f"{_name(step)}-{secrets.token_hex(4)}"
+
+    def _clear(self) -> None:
+        """`_remove_orphans`, with a warning where that fails."""
         try:
             self._remove_orphans()
         except StorageError as error:
             log.warning(
                 "%s: what killed saves left there could not be removed: %s", self.url, error
             )
-        return f"{_name(step)}-{secrets.token_hex(4)}"
 
     def files(self, name: str) -> CheckpointFiles:
         """The folder of a save, or of a checkpoint that was found."""
@@ -170,9 +177,12 @@ class CheckpointStore:
         It takes the place of one that this job has saved or loaded, and of a damaged one. Raises
         ConfigError where another job has saved the step.
         """
+        file_name = f"{_name(step)}.json"
         if step in self.damaged:
-            # Only where there is no record is a new one written.
-            self.remove(step)
+            # Only where there is no record is a new one written. The damaged files, which it may not
+            # name, go with those that no record names.
+            self.root.store.delete(self.root.key(file_name))
+            self.damaged.discard(step)
         if self.folder is not None:
             # After a power failure the record may exist: then its files must exist too.
             sync_folder(self.folder)
@@ -183,7 +193,6 @@ class CheckpointStore:
             "position": position,
         }
         data = json.dumps(sign(record), indent=1).encode()
-        file_name = f"{_name(step)}.json"
         if not create_object(self.root.store, self.root.key(file_name), data):
             folder_name = self._folder_of(step)
             if folder_name == self.own_folder:
@@ -201,7 +210,13 @@ class CheckpointStore:
         What cannot be removed stays, with a warning.
         """
         damaged = [one for one in sorted(self.damaged) if one < step]
-        sound = [one for one in self.steps() if one not in self.damaged]
+        try:
+            sound = [one for one in self.steps() if one not in self.damaged]
+        except StorageError as error:
+            log.warning(
+                "%s: older steps cannot be listed (%s); the new one is whole", self.url, error
+            )
+            return
         for old_step in [*damaged, *sound[:-keep]]:
             try:
                 self.remove(old_step)
@@ -221,9 +236,9 @@ class CheckpointStore:
         self.damaged.discard(step)
 
     def _remove_orphans(self) -> None:
-        """Remove the files that no record names. In a bucket, where no job is locked out, another one may
-        still be writing them: there only those of a step that has a checkpoint, or is before all that are
-        kept. What is published of these does not stay.
+        """Remove the files that no record names. Without a lock, as in a bucket, another job may still be
+        writing them: then only those of a step that has a checkpoint, or is before all that are kept. What
+        is published of these does not stay.
         """
         # Before the records: what was published since is not taken for an orphan.
         listed = self.root.store.list(self.root.key("step-"))
@@ -236,7 +251,7 @@ class CheckpointStore:
             if match is None or folder.startswith(named):
                 continue
             step = int(match["step"])
-            if self.folder is not None or step in steps or step < min(steps, default=0):
+            if self._lock is not None or step in steps or step < min(steps, default=0):
                 orphans.append(info)
         self._delete(orphans)
 
@@ -256,11 +271,21 @@ class CheckpointStore:
         return sorted(int(match["step"]) for match in matches if match is not None)
 
     def find(self, step: int) -> SavedCheckpoint:
-        """What the record of a step says. Raises DamagedError."""
-        record = self._read_record(step)
-        where = self.root.url(f"{_name(step)}.json")
-        if not is_signed(record):
+        """What the record of a step says. Raises DamagedError, also where there is none, and StateError for
+        one of another release.
+        """
+        file_name = f"{_name(step)}.json"
+        where = self.root.url(file_name)
+        try:
+            record = parse_json(self.root.read(file_name))
+        except ValueError as error:
+            raise DamagedError(f"{where}: cannot be read ({error})") from None
+        if not isinstance(record, dict) or not is_signed(record):
             raise DamagedError(f"{where}: is damaged: its checksum is missing or another")
+        check_version(record, RECORD_VERSION, where)
+        folder = record.get("files")
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+            raise DamagedError(f"{where}: names {folder!r} as the folder of its files")
         position = record.get("position")
         if not isinstance(position, dict) or not position.keys() >= {"step", "data"}:
             raise DamagedError(f"{where}: holds no position of a run: step or data are missing")
@@ -273,7 +298,7 @@ class CheckpointStore:
             raise DamagedError(
                 f"{where}: is the record of step {position['step']}; name it so again"
             )
-        return SavedCheckpoint(record["files"], str(record.get("tensors")), position)
+        return SavedCheckpoint(folder, str(record.get("tensors")), position)
 
     def read_metadata(self, step: int) -> tuple[SavedCheckpoint, Metadata]:
         """What a checkpoint holds, after a check of the names and sizes of its files. Raises
@@ -285,27 +310,13 @@ class CheckpointStore:
         files.check(metadata)
         return saved, metadata
 
-    def _read_record(self, step: int) -> dict[str, Any]:
-        """Raises DamagedError for a record that is missing or broken, or that names a folder which is
-        not a checkpoint's: the folder is removed with the record.
-        """
-        name = f"{_name(step)}.json"
-        url = self.root.url(name)
-        try:
-            record = parse_json(self.root.read(name))
-        except ValueError as error:
-            raise DamagedError(f"{url}: cannot be read ({error})") from None
-        folder = record.get("files") if isinstance(record, dict) else None
-        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
-            raise DamagedError(f"{url}: names {folder!r} as the folder of its files")
-        return dict(record)
-
     def _folder_of(self, step: int) -> str:
-        """The folder that a record names. A damaged one counts as naming all folders of its step."""
+        """The folder that a record names. A damaged one counts as naming all folders of its step, for what
+        it says may be wrong.
+        """
         try:
-            folder: str = self._read_record(step)["files"]
-            return folder
-        except DamagedError:
+            return self.find(step).name
+        except StateError:
             return f"{_name(step)}-"
 
 
@@ -313,7 +324,7 @@ def find_checkpoint(url: str, storage: StorageConfig) -> tuple[CheckpointStore, 
     """Where a checkpoint is that is named by its URL, with `step-N` at its end, and its step. It is in that
     folder, or in `checkpoints` there.
 
-    Raises ConfigError where it is in neither, StorageError.
+    Raises ConfigError where it is in neither, or its folder is another, DamagedError, StorageError.
     """
     folder, _, name = url.rstrip("/").rpartition("/")
     match = _CHECKPOINT.fullmatch(name)
@@ -327,8 +338,13 @@ def find_checkpoint(url: str, storage: StorageConfig) -> tuple[CheckpointStore, 
     steps: list[int] = []
     for place in (CheckpointStore.at(folder, storage), CheckpointStore.open(folder, storage)):
         steps = place.steps() or steps
-        if step in steps:
-            return place, step
+        if step not in steps:
+            continue
+        if match["folder"] and place.find(step).name != f"{_name(step)}{match['folder']}":
+            raise ConfigError(
+                f"{url}: is no checkpoint; that of step {step} is {place.find(step).name}"
+            )
+        return place, step
     there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ConfigError(f"no checkpoint of step {step} in {folder}: {there}; check the name")
 
