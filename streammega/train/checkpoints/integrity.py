@@ -67,14 +67,16 @@ def is_signed(record: Mapping[str, Any]) -> bool:
     return record.get(CHECKSUM) == _checksum_of_record(record)
 
 
-def check_version(stored: Mapping[str, Any], version: int, where: str) -> None:
+def check_version(stored: Any, version: int, where: str) -> None:
     """Raise StateError for another version of a file that is whole: of another release it is no damaged one,
-    which would be skipped and removed.
+    which would be skipped and removed. Raises DamagedError for what is no version.
     """
-    if stored["version"] != version:
+    if type(stored) is not int:
+        raise DamagedError(f"{where}: has no version")
+    if stored != version:
         raise StateError(
-            f"{where}: has version {stored['version']!r}, and this release reads {version}: go on with the "
-            f"release that wrote it, or start in another train.out_dir"
+            f"{where}: has version {stored}, and this release reads {version}: go on with the release that "
+            f"wrote it, or start in another train.out_dir"
         )
 
 
@@ -110,7 +112,7 @@ def parse_tensors(data: bytes, url: str) -> Metadata:
     """
     try:
         stored = parse_json(data)
-        check_version(stored, TENSORS_VERSION, url)
+        check_version(stored["version"], TENSORS_VERSION, url)
         metadata = Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in stored["tensors"].items():
             _add_tensor(metadata, name, tensor)

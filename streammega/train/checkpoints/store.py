@@ -282,7 +282,7 @@ class CheckpointStore:
             raise DamagedError(f"{where}: cannot be read ({error})") from None
         if not isinstance(record, dict) or not is_signed(record):
             raise DamagedError(f"{where}: is damaged: its checksum is missing or another")
-        check_version(record, RECORD_VERSION, where)
+        check_version(record.get("version"), RECORD_VERSION, where)
         folder = record.get("files")
         if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
             raise DamagedError(f"{where}: names {folder!r} as the folder of its files")
