@@ -356,6 +356,11 @@ def _place_of_botocore(
     import botocore.config
     import botocore.exceptions
 
+    if bucket.startswith("arn:"):
+        raise ConfigError(
+            f"s3://{bucket}: ARNs are not taken as buckets; give the alias of the access point, which "
+            f"the console and `aws s3control get-access-point` show"
+        )
     if bucket.endswith("--x-s3"):
         raise ConfigError(
             f"s3://{bucket}: S3 Express has sessions of its own, which the obstore transport was never "
@@ -398,8 +403,8 @@ def _place_of_botocore(
     in_path = url.path.strip("/") == bucket
     if not in_path and not url.netloc.startswith(f"{bucket}."):
         raise ConfigError(
-            f"s3://{bucket}: its host is {url.netloc}, which the obstore transport cannot name; give "
-            f"the alias of the access point, or set transport='fsspec'"
+            f"s3://{bucket}: its host is {url.netloc}, which the obstore transport cannot name; set "
+            f"transport='fsspec'"
         )
     host = url.netloc if in_path else url.netloc.removeprefix(f"{bucket}.")
     return S3Place(f"{url.scheme}://{host}", not in_path, signing_region)
