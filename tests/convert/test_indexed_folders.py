@@ -305,6 +305,8 @@ TABLES = {
     "Iceberg, hashed": ("metadata/v3.metadata.json", "data/4f/lang=en"),
     "Iceberg, packed": ("metadata/00000-68c76a87.gz.metadata.json", "data"),
     "Spark Structured Streaming": ("_spark_metadata/0", ""),
+    "Paimon": ("snapshot/snapshot-1", "bucket-0"),
+    "Paimon, partitions": ("snapshot/LATEST", "dt=2026/bucket-11"),
 }
 
 
@@ -331,6 +333,25 @@ def test_tables_are_refused_by_their_format_wherever_one_looks(name: str, tmp_pa
     write_table(tmp_path / "in/t", log, data)
     for item in spellings(f"{tmp_path}/in", data):
         check_refused(item, name, log)
+
+
+@pytest.mark.parametrize(
+    "folder", ["base_0000001", "delta_0000002_0000002", "delete_delta_0000003_0000003_0000"]
+)
+@pytest.mark.guarantee("everything-found-below")
+def test_tables_of_hive_are_refused_by_the_folders_of_their_transactions(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in/t/base_1").mkdir(parents=True)  # no name of Hive
+    write_parquet(tmp_path / "in/t/base_1/part-0.parquet", ["a"])
+    assert texts_of(tmp_path, f"{tmp_path}/in") == ["a"]
+    (tmp_path / "in/t" / folder).mkdir()
+    write_parquet(tmp_path / "in/t" / folder / "part-0.parquet", ["deleted long ago"])
+    for item in ("in", "in/t", f"in/t/{folder}", f"in/t/{folder}/part-0.parquet", "in/**/part-*"):
+        with pytest.raises(
+            ConvertError, match=rf"/t: is a table of Hive by its {folder}, .*export"
+        ):
+            find_inputs([f"{tmp_path}/{item}"])
 
 
 def test_tables_in_buckets_are_refused(

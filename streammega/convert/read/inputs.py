@@ -84,6 +84,10 @@ TABLE_LOGS = {
     "_spark_metadata": "Spark Structured Streaming",
 }
 """Folders within a table that say which of its files and rows are left, and the table's format."""
+HIVE_TRANSACTION = re.compile(
+    r"base_\d{7,}(_v\d+)?|(delete_)?delta_\d{7,}_\d{7,}(_\d{4,})?(_v\d+)?"
+)
+"""Folders of a table of Hive. Later ones replace or delete rows of earlier ones."""
 UNCOMMITTED = "_temporary"
 """The folder in which Spark keeps what a job has not committed."""
 LITDATA_CHUNK = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin")
@@ -338,8 +342,9 @@ class _Search:
             log = _log_in(place, folder)
             if log:
                 above, _, name = log.rpartition("/")
+                formats = TABLE_LOGS | {"metadata": "Iceberg", "snapshot": "Paimon"}
                 raise ConvertError(
-                    f"{above}: is a table of {TABLE_LOGS.get(name, 'Iceberg')} by its {name}, so its files "
+                    f"{above}: is a table of {formats.get(name, 'Hive')} by its {name}, so its files "
                     f"may hold rows that were deleted or replaced; export the rows that are left to "
                     f"Parquet, and convert these"
                 )
@@ -352,7 +357,10 @@ class _Search:
 def _log_in(place: Place, folder: str) -> str:
     """The log of the table whose data begins with a folder; "" without one."""
     above, _, name = folder.rpartition("/")
+    if HIVE_TRANSACTION.fullmatch(name):
+        return folder
     metadata = f"{above}/metadata"
+    snapshots = os.path.join(folder, "snapshot")
     try:
         for log in (os.path.join(folder, log) for log in TABLE_LOGS):
             if place.is_folder(log):
@@ -362,6 +370,12 @@ def _log_in(place: Place, folder: str) -> str:
             names = [entry.path for entry in place.entries(metadata, is_deep=False)]
             if any(name.removesuffix(".gz").endswith(".metadata.json") for name in names):
                 return metadata
+        if place.is_folder(snapshots):
+            names = [
+                os.path.basename(entry.path) for entry in place.entries(snapshots, is_deep=False)
+            ]
+            if any(re.fullmatch(r"snapshot-\d+|LATEST", name) for name in names):
+                return snapshots
     except AccessDeniedError:  # a key to a bucket may be for one of its folders
         pass
     return ""
