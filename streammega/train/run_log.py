@@ -40,6 +40,8 @@ class RunLog:
         self._policy = RetryPolicy.of(storage)
         self._iters = iters
         self._interval = log_interval
+        self.is_waiting = False
+        """Whether a record is being written: for a full disk it may take long."""
         folder = metrics_folder(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
@@ -76,7 +78,11 @@ class RunLog:
                 while rest:
                     rest = rest[os.write(file.fileno(), rest) :]
 
-        with_space(append, str(self.path), self._policy)
+        self.is_waiting = True
+        try:
+            with_space(append, str(self.path), self._policy)
+        finally:
+            self.is_waiting = False
 
 
 def metrics_folder(out_dir: str) -> Path:

@@ -5,7 +5,7 @@
 | SIGTERM or Ctrl-C | | after the step under way, with a checkpoint |
 | SIGTERM or Ctrl-C | Ctrl-C | at once |
 | Ctrl-C | SIGTERM | at once: so torchrun passes a second Ctrl-C on to its ranks |
-| SIGTERM | SIGTERM | as after the first: schedulers send several; at once while a save is waited for |
+| SIGTERM | SIGTERM | as after the first: schedulers send several; at once while the disk or a save is waited for |
 
 Python runs handlers between two instructions of the main thread. A rank that waits in a collective sees a
 signal when that ends.
@@ -47,11 +47,11 @@ class StopNow(KeyboardInterrupt):
 class StopRequests:
     """What the signals that reach this process ask for.
 
-    is_saving: whether the run waits for a save.
+    is_waiting: whether the run waits for a save, or to write to its log.
     """
 
-    def __init__(self, is_saving: Callable[[], bool]) -> None:
-        self._is_saving = is_saving
+    def __init__(self, is_waiting: Callable[[], bool]) -> None:
+        self._is_waiting = is_waiting
         self.first_signal: signal.Signals | None = None
         """The signal that asks the run to end."""
         self._first_time = 0.0
@@ -79,7 +79,7 @@ class StopRequests:
             elif now - self._first_time > ONE_REQUEST:
                 if signal.SIGINT in (self.first_signal, number):
                     raise StopNow(signal.SIGINT)
-                if self._is_saving():
+                if self._is_waiting():
                     raise StopNow(signal.SIGTERM)
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}

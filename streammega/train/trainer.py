@@ -123,7 +123,9 @@ class Trainer:
             train.keep_checkpoints,
             train.collective_timeout,
         )
-        self.stop_requests = StopRequests(lambda: self.checkpoints.is_waiting)
+        self.stop_requests = StopRequests(
+            lambda: self.checkpoints.is_waiting or bool(self.run_log and self.run_log.is_waiting)
+        )
         self.step = 0
         """Steps that are trained."""
         self.step_under_way = 0

@@ -3,6 +3,7 @@ hang or fail, once.
 
 `kill`: SIGKILL. `stop`: SIGSTOP. `hang`: sleeps while it should take a batch. `storage`: its
 storage fails. `term`: SIGTERM. `full`: its disk has no space for new files from then on.
+`log`: nor for its log.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from streammega.errors import EndpointError
 from streammega.parallel import RankBatches
 from streammega.storage.backends import local
+from streammega.train import run_log
 from streammega.train.program import main
 from streammega.train.trainer import Trainer
 
@@ -24,6 +26,9 @@ from streammega.train.trainer import Trainer
 def act(kind: str) -> None:
     if kind == "full":
         local.AtomicFile = make_no_file  # type: ignore[attr-defined, assignment]
+        return
+    if kind == "log":
+        run_log.with_space = wait_for_space  # type: ignore[attr-defined, assignment]
         return
     if kind == "storage":
         raise EndpointError(
@@ -38,6 +43,10 @@ def act(kind: str) -> None:
 
 def make_no_file(path: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def wait_for_space(*_: object) -> None:
+    time.sleep(1000)
 
 
 def inject(rank: int, step: int, kind: str, marker: Path) -> None:

@@ -124,8 +124,10 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
 
 
 @pytest.mark.guarantee("sigterm-ctrl-c")
-def test_a_second_sigterm_ends_a_run_whose_save_waits_for_space(run_file: Path) -> None:
-    family = start_fork(run_file, FAULTY, fault="0:5:full")
+@pytest.mark.parametrize("waits", ["full", "log"])
+def test_a_second_sigterm_ends_a_run_that_waits_for_space(run_file: Path, waits: str) -> None:
+    """full: its save waits. log: its line in metrics.jsonl does."""
+    family = start_fork(run_file, FAULTY, fault=f"0:5:{waits}")
     family.signal(signal.SIGTERM, 0)
     time.sleep(2 * ONE_REQUEST)
     assert family.ended(0, within=0) == [None]
