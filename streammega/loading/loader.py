@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ from streammega.samples.segments import short_names
 from streammega.storage.fork_lock import process_lock
 
 log = get_logger(__name__)
+NO_DATALOADER = (
+    "A StreamLoader gives batches already: iterate it, and make no DataLoader of it. For the workers of a "
+    "DataLoader take a StreamingDataset"
+)
 
 _begin_lock = process_lock()
 """If two threads take the first batch at once, only one begins the iteration.
@@ -171,7 +175,14 @@ class StreamLoader:
 
         TypeError for a stream without an end.
         """
-        return len(self.dataset)
+        try:
+            return len(self.dataset)
+        except TypeError as error:
+            raise TypeError(f"{error}. {NO_DATALOADER}") from None
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """TypeError: batches have no numbers here. A DataLoader would ask for them."""
+        raise TypeError(NO_DATALOADER)
 
     def __iter__(self) -> Iterator[Batch]:
         self._stop("another iteration of its loader began, and one loader has one cursor")

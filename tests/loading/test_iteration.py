@@ -779,3 +779,16 @@ def test_threads_that_share_a_loader_get_each_batch_once(config: DataConfig, sha
     assert not failed
     assert sorted(taken) == sorted(expected)
     assert loader.consumed_samples == 2 * len(expected)
+
+
+@pytest.mark.parametrize("num_samples", [None, (64, 0, 0)])
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}])
+def test_a_dataloader_of_a_loader_is_refused_in_words(
+    config: DataConfig, num_samples: tuple[int, int, int] | None, options: dict[str, Any]
+) -> None:
+    data = replace(config, order="stream", num_samples=num_samples)
+    with (
+        StreamLoader(data, micro_batch_size=2, global_batch_size=2) as loader,
+        pytest.raises(TypeError, match="gives batches already: iterate it"),
+    ):
+        next(iter(DataLoader(loader, **options)))  # type: ignore[arg-type]
