@@ -140,7 +140,15 @@ class BucketedDataParallel(nn.Module):
             raise ConfigError(
                 "tied is a set, which has no order: give a list, in the same order on both stages"
             )
+        # other stages than the first and the last have no group, and none of these parameters
         self._tied = tuple(tied) if tied_group is not None else ()
+        names = {name for name, _ in module.named_parameters()}
+        for name in self._tied:
+            if name not in names:
+                raise ConfigError(
+                    f"tied names {name!r}, and the module has no such parameter: its copies would not be "
+                    f"summed; give the names that the module's named_parameters have on this stage"
+                )
         buckets = make_buckets(
             module, bucket_size or default_bucket_size(self.size), grad_dtype, tied=self._tied
         )

@@ -265,6 +265,9 @@ def test_tied_parameters_meet_by_their_order_in_tied(rank: int) -> None:
         name: p.grad.tolist() for name, p in model.module.named_parameters() if p.grad is not None
     }
     assert grads == {"embedding": [2.0, 2.0], "positions": [4.0, 4.0]}
+    for wrong in (["embeding"], "embedding"):
+        with pytest.raises(ConfigError, match=r"tied names 'e\w*', and the module has no such"):
+            BucketedDataParallel(Tied(of_rank), ranks=ranks, tied=wrong)
     with pytest.raises(ConfigError, match="tied is a set, which has no order"):
         BucketedDataParallel(Tied(of_rank), ranks=ranks, tied={"embedding", "positions"})  # type: ignore[arg-type]
 
