@@ -181,9 +181,10 @@ def titan_batch(sizes: Mapping[str, Any]) -> TitanBatch:
 
     Raises ConfigError where samples do not fill a batch.
     """
-    if {"seq_len", "local_batch_size"} <= set(sizes):
+    present = {name: size for name, size in sizes.items() if size is not None}
+    if {"seq_len", "local_batch_size"} <= set(present):
         return TitanBatch(length=sizes["seq_len"], rows=sizes["local_batch_size"], flat=False)
-    if not {"max_context_length", "num_tokens_per_batch"} <= set(sizes):
+    if not {"max_context_length", "num_tokens_per_batch"} <= set(present):
         raise ConfigError(
             "this torchtitan gives data loaders neither seq_len and local_batch_size nor "
             "max_context_length and num_tokens_per_batch; use 0.3.0"

@@ -75,8 +75,11 @@ def pairs_of(loader: StreamLoader, **given: Any) -> TitanPairs:
 @pytest.mark.guarantee("torchtitan-two-contracts")
 def test_both_contracts_ask_for_the_same_samples() -> None:
     assert titan_batch({"seq_len": 16, "local_batch_size": 2, "other": 3}) == ROWS
+    unset = {"seq_len": None, "local_batch_size": None}
     flat = {"max_context_length": 16, "num_tokens_per_batch": 32}
-    assert titan_batch(flat) == TitanBatch(length=16, rows=2, flat=True)
+    assert (
+        titan_batch(unset | flat) == titan_batch(flat) == TitanBatch(length=16, rows=2, flat=True)
+    )
     for tokens in (8, 40):
         with pytest.raises(ConfigError, match="not whole samples of 16"):
             titan_batch(flat | {"num_tokens_per_batch": tokens})
