@@ -136,7 +136,8 @@ class ParallelModel:
         it raises GradientError on every rank if an element is not finite.
         """
         if self.data_parallel is not None:
-            # fully_shard has summed over dp-cp ranks in backward.
+            # fully_shard has summed over dp-cp ranks in backward. What follows is the same for both, so
+            # BucketedDataParallel is given neither `tied` nor the tokens.
             self.data_parallel.finish_grad_sync()
         embedding = named_parameters(self).get("embedding.weight")
         if embedding is not None and embedding.grad is not None:

@@ -206,8 +206,9 @@ class Trainer:
         """Train until `train_iters`, saving and evaluating at their intervals and at the end.
 
         Raises Terminated after SIGTERM or Ctrl-C, StopNow where a second signal wants the end at
-        once, DataEnded, and GradientError after the save under way. Terminated comes after a last
-        save, DataEnded too if `save_interval` is set.
+        once, and after the save under way any StreammegaError, as DataEnded and GradientError. This
+        step is saved before Terminated, unless a save is recent, and before DataEnded if
+        `save_interval` is set.
         """
         train = self.config.train
         is_first_rank = self.ranks.rank == 0
@@ -251,7 +252,9 @@ class Trainer:
         """
         try:
             yield
-        except StreammegaError:
+        except StreammegaError as failure:
+            if self.checkpoints.is_saving:  # which may take long, where storage is what failed
+                log.warning("finishing the save under way, before the run ends by: %s", failure)
             try:
                 self.checkpoints.wait()
             except (ConfigError, StorageError) as error:
@@ -378,9 +381,10 @@ class Trainer:
         """The totals of the step over all ranks: one small collective, since each waits for the slowest
         rank. It tells everything that ends a run: so all ranks end after the same step.
         """
-        num_sources = len(self.sources) if len(self.sources) > 1 else 0
-        sums = torch.zeros(5 + 2 * num_sources, dtype=torch.float64)
-        sizes = [3, 2, 2 * num_sources]
+        # Of one dataset the loss is that of the batch.
+        sources = self.sources if len(self.sources) > 1 else []
+        sizes = [3, 2, 2 * len(sources)]
+        sums = torch.zeros(sum(sizes), dtype=torch.float64)
         flags, loss_and_tokens, by_source = torch.split(sums, sizes)
         first_signal = self.stop_requests.first_signal
         flags[0] = first_signal is not None
@@ -391,7 +395,7 @@ class Trainer:
             tokens = losses.tokens.double().cpu()
             loss_and_tokens[0] = loss.sum()
             loss_and_tokens[1] = tokens.sum()
-            if num_sources:
+            if sources:
                 samples = self.loader.dataset.samples
                 dataset_id = torch.from_numpy(samples.locate(sample_ids).dataset_of_sample)
                 # The mean of each sample, which weighs as much as it has tokens; of none it does not count.
@@ -416,7 +420,7 @@ class Trainer:
         loss_of_source = {
             name: source_loss / source_tokens
             for name, (source_loss, source_tokens) in zip(
-                self.sources, by_source.view(-1, 2).tolist(), strict=False
+                sources, by_source.view(-1, 2).tolist(), strict=True
             )
             if source_tokens
         }

@@ -768,7 +768,7 @@ def test_an_evaluation_that_fails_costs_no_steps_and_is_made_after_the_resume(
 @pytest.mark.guarantee("run-diverged-ends", "evaluated-opened-start")
 @pytest.mark.parametrize("fails", ["step", "evaluation"])
 def test_a_run_that_fails_finishes_the_save_under_way(
-    run_file: str, monkeypatch: pytest.MonkeyPatch, fails: str
+    run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     """The thread of a save ends with the process."""
     publish = CheckpointStore.publish
@@ -795,6 +795,7 @@ def test_a_run_that_fails_finishes_the_save_under_way(
     with pytest.raises((GradientError, EndpointError), match=r"norm\.weight"):
         trainer.run()
     assert trainer.checkpoints.store.steps() == [2]
+    assert "finishing the save under way, before the run ends by: " in caplog.text
 
 
 @pytest.mark.guarantee("stopped-run-waits")

@@ -78,6 +78,11 @@ class Checkpointer:
         """Whether the save in the background has failed; `wait` raises why."""
         return self._error is not None
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(
         self,
         step: int,
