@@ -13,7 +13,9 @@ from typing import Any
 
 import numba
 from numba.core import event
+from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime.nrt import rtsys
 
 from streammega.config.validate import user_caches
 from streammega.errors import CacheError
@@ -27,6 +29,19 @@ place of a crash or of wrong tokens. Kernels take several times as long then.
 """
 KERNELS: list[Any] = []
 """All kernels of the modules that were imported."""
+
+
+class _KernelCache(FunctionCache):
+    """numba's cache on disk, but the code of a kernel is loaded by itself.
+
+    numba's own cache first registers all functions that numba can compile. That takes half a second of
+    each process, and machine code needs none of them. A kernel that has to be compiled has them still.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled kernel for these types of arguments. None: it is not in the cache."""
+        rtsys.initialize(target_context)  # allocates the arrays that kernels make
+        return self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -45,7 +60,10 @@ def kernel(function: Callable[..., Any]) -> Any:
     of_all_functions = config.CACHE_DIR
     config.CACHE_DIR = folder
     try:
-        compiled = numba.njit(function, cache=bool(folder), nogil=True, boundscheck=IS_CHECKED)
+        compiled = numba.njit(function, nogil=True, boundscheck=IS_CHECKED)
+        if folder:
+            # in place of `cache=True`, which sets numba's own
+            compiled._cache = _KernelCache(function)  # type: ignore[no-untyped-call]
     finally:
         config.CACHE_DIR = of_all_functions
     KERNELS.append(compiled)

@@ -35,6 +35,19 @@ import os, pwd
 del os.environ["HOME"], pwd.getpwuid
 pwd.getpwuid = {}.__getitem__
 """
+LOADED_ALONE = """
+import json, sys
+import numba
+import numpy as np
+from streammega.kernels.documents import id_range
+ids = np.arange(3, dtype=np.uint16)
+id_range(ids)
+registered = "numba.core.typing.cmathdecl" in sys.modules
+@numba.njit
+def theirs(ids):
+    return np.sort(ids)[-1] + id_range(ids)[0]
+print(json.dumps([registered, int(theirs(ids))]))
+"""
 OUTSIDE = """
 import json
 import numpy as np
@@ -115,6 +128,14 @@ def test_one_line_tells_that_kernels_are_compiled(tmp_path: Path) -> None:
     (_, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
     assert misses == 0
     assert stderr == ""
+
+
+def test_a_kernel_of_the_cache_is_loaded_without_what_only_compiling_needs(tmp_path: Path) -> None:
+    """numba takes half a second for that in each new process. What is compiled later gets it."""
+    run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    (registered, last), _ = run(LOADED_ALONE, NUMBA_CACHE_DIR=str(tmp_path))
+    assert not registered
+    assert last == 2
 
 
 def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_path: Path) -> None:
