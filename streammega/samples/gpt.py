@@ -110,6 +110,9 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
     [S]; `dataset[None]` is padding for a batch: the tokens of sample 0 without loss. The three
     indices are built once per node and memory-mapped from `cache_dir` afterwards.
 
+    Every sample has a loss mask of its own. Megatron caches the mask of the sample that is read first,
+    with the zeros of its padding, so later masks depend on what was read before.
+
     Args:
         indexed: the open pair.
         sequence_ids: ids of the split's sequences, int32 [ids]; None: all.

@@ -1,5 +1,8 @@
 """Fields made by kernels on the host, from ids as they are stored: for batches of the loader and for
 ids from anywhere alike.
+
+Masks and positions are filled for each batch. As copy-on-write pages they would save that, and lose as much
+to page faults.
 """
 
 from __future__ import annotations

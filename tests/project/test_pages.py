@@ -23,7 +23,7 @@ from streammega.config.storage import load_storage
 from streammega.config.validate import field_docs
 from streammega.convert.read.formats import FORMATS
 from streammega.integrations import frameworks
-from streammega.loading import lookahead, memory_plan, planner
+from streammega.loading import planner
 from streammega.order import stream_order
 from streammega.storage import retry
 from streammega.storage.backends import fsspec, oss_credentials
@@ -398,10 +398,10 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
 
 STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
-    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec.RECHECK, 30),
+    ("architecture", "bodies have none are asked every 30 seconds", fsspec.RECHECK, 30),
     (
         "architecture",
-        "a block (256 KiB by default, less with more than 512 lanes)",
+        "block of the stream order (256 KiB by default, less with more than 512 lanes)",
         stream_order.MAX_BLOCK_BYTES,
         256 << 10,
     ),
@@ -411,21 +411,19 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         planner.MAX_WASTE,
         1 / 7,
     ),
+    ("architecture", "pass through 16 KiB pages", PAGE_BYTES, 16 << 10),
     (
-        "architecture",
-        "as far as the caller goes in twenty seconds",
-        lookahead.SECONDS_AHEAD,
-        20,
+        "performance",
+        "after sixteen refusals in a row they go one by one",
+        flow_control.REFUSED_IN_A_ROW,
+        16,
     ),
-    ("architecture", "After sixteen refusals in a row", flow_control.REFUSED_IN_A_ROW, 16),
     (
-        "architecture",
+        "performance",
         "a second time (at most one in twenty), and then a third",
         (flow_control.HEDGE_SHARE, flow_control.MAX_COPIES),
         (1 / 20, 3),
     ),
-    ("architecture", "pass through 16 KiB pages", PAGE_BYTES, 16 << 10),
-    ("architecture", "(4 MiB of ids at most)", memory_plan.GROUP_BYTES, 4 << 20),
     ("reliability", "until `retry_timeout` (ten minutes)", STORAGE.retry_timeout, 600),
     ("settings", "with pauses that grow to 10 seconds", retry.MAX_PAUSE, 10),
     (

@@ -36,7 +36,8 @@ class DocumentOrder:
     """The documents of some parts in their final order, portion by portion.
 
     A portion is a part, in the order of its documents; with `buckets`, one of so many ranges of
-    shuffle keys, in the order of these. buckets: 0: documents are not shuffled.
+    shuffle keys, in the order of these. buckets: 0: documents are not shuffled. Keys are hashes, so
+    no permutation of a corpus is held in memory.
     """
 
     def __init__(self, job: Job, parts: Sequence[ConvertSegment], buckets: int) -> None:
