@@ -76,6 +76,9 @@ def get_batch(
     every order. Stored columns are there on the last stage, or on all that have fields. Shapes as in
     StreamingDataset, [micro_batch_size, kept].
 
+    Context-parallel rank r keeps parts r and 2 * cp - 1 - r of each sample, with their "cu_seqlens";
+    "cu_seqlens_whole" is that of the sample.
+
     Args:
         loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every
             rank: save its state on any.
