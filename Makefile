@@ -8,10 +8,10 @@ MATRIX ?= 3.12 3.13
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types docs docs-serve browser soak soak-long fuzz crash mutants wheel matrix lowest integrations audit bench-peers bench clean
+.PHONY: help install s3 demo test cuda check format lint types docs docs-serve browser soak soak-long fuzz crash mutants wheel matrix lowest integrations audit bench-peers bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## create .venv and install everything in it
 
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python $(INSTALL) "torch==2.13.0"
 	$(BIN)/python $(INSTALL) -e '.[dev]'
 	@touch $@
+
+s3: $(STAMP)  ## a shell with an S3 server on this machine and s3://bucket, until you leave it (S3="--port 9000")
+	@$(BIN)/python tools/s3_server.py $(S3)
 
 demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs
 	$(BIN)/python tools/demo.py $(DEMO)

@@ -19,9 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from streammega.dataset.verify import verify  # noqa: E402
 from streammega.errors import StreammegaError  # noqa: E402
 from streammega.errors.logs import set_log_level  # noqa: E402
 from streammega.train.run_log import read_metrics  # noqa: E402
+from tools.s3_server import S3Server, kill  # noqa: E402
 
 CORPUS_BYTES = 8_000_000
 VOCAB_SIZE = 4096
@@ -145,7 +144,7 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
         f"converting into s3://{BUCKET} at {server.endpoint}: shuffled, in zstd shards, with a manifest",
     )
     os.environ.update(server.environment(), XDG_CACHE_HOME=str((work / "cache").resolve()))
-    make_bucket(server)
+    server.make_bucket(BUCKET)
     options = ConvertOptions(
         tokenizer=str(work / "tokenizer.json"),
         eod=EOD,
@@ -275,40 +274,6 @@ def unigram_entropy() -> float:
     return float(-(p * np.log(p)).sum())
 
 
-class S3Server:
-    """moto's S3 server in a thread of this process, on a free loopback port. It ends with the demo."""
-
-    def __enter__(self) -> S3Server:
-        import logging
-
-        from moto.server import ThreadedMotoServer
-
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request otherwise
-
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        host, port = self._server.get_host_and_port()
-        self.endpoint = f"http://{host}:{port}"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stop()
-
-    def environment(self) -> dict[str, str]:
-        """The variables by which S3 clients find the server."""
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": "demo",
-            "AWS_SECRET_ACCESS_KEY": "demo",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-
-
-def make_bucket(server: S3Server) -> None:
-    request = urllib.request.Request(f"{server.endpoint}/{BUCKET}", method="PUT")
-    urllib.request.urlopen(request).close()
-
-
 def train_with_kills(work: Path, iters: int) -> None:
     """Two ranks, SIGKILL; one rank, SIGKILL; two ranks to the end."""
     say(4, "training on two ranks straight from s3://")
@@ -380,13 +345,6 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     except psutil.NoSuchProcess:
         pass
     process.wait()
-
-
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to those that are still there."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def prove(work: Path, entropy: float) -> bool:
