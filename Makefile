@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. `make help` lists the rest.
+# Three commands matter: `make s3`, `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

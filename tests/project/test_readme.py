@@ -220,4 +220,5 @@ def test_the_commands_do_what_the_readme_says(
 
 
 def test_the_first_page_is_short() -> None:
-    assert len(README.read_text().split()) <= 900
+    """Without the ten lines, which are as long as they are."""
+    assert len(re.sub(r"```python\n.*?```", "", README.read_text(), flags=re.S).split()) <= 720
