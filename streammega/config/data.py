@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import EllipsisType
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from streammega.config.blends import Blend, parse_blend
 from streammega.config.columns import Column, read_columns
@@ -46,7 +46,9 @@ class FieldsConfig:
     sequence_length: Annotated[int, Ge(1)]
     """Tokens of a sample, S."""
     eod_id: Annotated[int | None, Ge(0)] = None
-    """The id that ends documents."""
+    """The id that ends documents. None: of stored data that which its manifests name, if all name the
+    same one.
+    """
     pad_id: Annotated[int | None, Ge(0)] = None
     """The tokenizer's padding id; None: it has no padding."""
     allow_ambiguous_pad_tokens: bool = False
@@ -60,7 +62,8 @@ class FieldsConfig:
     is made says so.
     """
     vocab_size: Annotated[int | None, Ge(1)] = None
-    """When given, a token id at or past it is an error, and so is a dataset whose manifest has more ids.
+    """A token id at or past it is an error, and so is a dataset whose manifest has more ids. None: of
+    stored data as many as its manifests have, if all name a tokenizer; else ids are not checked.
     """
     fields: Sequence[str | EllipsisType] | None = None
     """The fields that batches have, such as ["tokens", "labels"]; the others are not made, sent or held.
@@ -71,6 +74,9 @@ class FieldsConfig:
     "loss_mask" where some labels have no loss.
     """
 
+    _has_manifests: ClassVar[bool] = False
+    # Whether manifests of data may say what eod_id and vocab_size are.
+
     def __post_init__(self) -> None:
         check_fields(self)
         vocab_size = self.vocab_size
@@ -79,14 +85,8 @@ class FieldsConfig:
                 f"eod_id is {self.eod_id}, outside of the vocabulary of {vocab_size}: no document "
                 f"would ever end; give the id that ends documents in the data"
             )
-        asks_for_documents = (
-            self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
-        )
-        if asks_for_documents and self.eod_id is None:
-            raise ConfigError(
-                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, "
-                "the id that ends documents"
-            )
+        if not self._has_manifests:
+            self.check_eod_id()
         if self.fields is not None:
             self._set_fields(self.fields)
             self._check_fields()
@@ -98,6 +98,20 @@ class FieldsConfig:
         """
         wanted = [*self.named_fields, *(self._default_fields() if self.has_default_fields else ())]
         return tuple(name for name in FIELDS if name in wanted)
+
+    def needs_eod_id(self, split: str = "train") -> str:
+        """Why a split needs eod_id by these settings; empty if it does not."""
+        if not (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask):
+            return ""
+        return (
+            "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends "
+            "documents"
+        )
+
+    def check_eod_id(self, split: str = "train", problem: str = "") -> None:
+        """Raise ConfigError if a split needs eod_id and there is none. problem: why there is none."""
+        if self.eod_id is None and (why := self.needs_eod_id(split)):
+            raise ConfigError("; ".join(filter(None, (why, problem, "set eod_id"))))
 
     def alone(self) -> FieldsConfig:
         """These settings without the others of a DataConfig, and without a choice of fields."""
@@ -218,11 +232,10 @@ class DataConfig(FieldsConfig):
     """Shares of train, valid and test, cut by sequence."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 1234
     """The seed of the order."""
-    order: Order = "megatron"
-    """`megatron`: Megatron's shuffle, bit for bit.
-
-    `stream`: shuffled for object storage. `sequential`: every dataset in its stored order; a blend
-    draws from its datasets as in the Megatron order.
+    order: Order = None  # type: ignore[assignment]  # a name from __post_init__ on
+    """`stream`: shuffled for object storage. `megatron`: Megatron's shuffle, bit for bit. `sequential`:
+    every dataset in its stored order; a blend draws from its datasets as in the Megatron order. Default:
+    `megatron` where num_samples is set, else `stream`. A copy by `replace` keeps the order.
     """
     columns: Mapping[str, Any] | Sequence[str] = ()
     """What is stored for each token next to the ids and read with them, such as ["teacher_ids"]: batches
@@ -290,6 +303,7 @@ class DataConfig(FieldsConfig):
     loader.
     """
 
+    _has_manifests: ClassVar[bool] = True
     _manifests: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     # Not a setting: `open_together` and the file of a written blend set it.
 
@@ -306,6 +320,7 @@ class DataConfig(FieldsConfig):
         return replace(self, _manifests={**self._manifests, **manifests})
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "order", _order_of(self.order, self.num_samples))
         super().__post_init__()
         object.__setattr__(self, "storage", with_prefixes(self.storage, self.storage_by_prefix))
         object.__setattr__(self, "columns", read_columns(self.columns))
@@ -315,7 +330,15 @@ class DataConfig(FieldsConfig):
         object.__setattr__(self, "exclude_samples", excluded_ranges(self.exclude_samples))
         if self.phases:
             check_phases(self.phases, self.order)
-        self._check_excluded_documents()
+        _ = self.exclusions_of("train")  # now: raises for what is no list of names
+
+    def needs_eod_id(self, split: str = "train") -> str:
+        """As of any ids; and training needs it for documents that it does not see."""
+        if why := super().needs_eod_id(split):
+            return why
+        if self.exclusions_of(split):
+            return "exclude_documents needs eod_id, the id that replaces the excluded tokens"
+        return ""
 
     def _default_fields(self) -> list[str]:
         default = super()._default_fields()
@@ -413,8 +436,9 @@ class DataConfig(FieldsConfig):
                 'or order="megatron"'
             )
 
-    def _check_excluded_documents(self) -> None:
-        if self.exclusions_of("train") and self.eod_id is None:
-            raise ConfigError(
-                "exclude_documents needs eod_id, the id that replaces the excluded tokens"
-            )
+
+def _order_of(order: Order | None, num_samples: object) -> Order:
+    """The order that is named; without a name, the one that num_samples define, if they are there."""
+    if order is not None:
+        return order
+    return "stream" if num_samples is None else "megatron"

@@ -27,18 +27,24 @@ class Label(NamedTuple):
     """What a manifest says of the ids of shards.
 
     prefix: the first of these shards, for messages. loss_modes: None: it says nothing of modes.
-    has_modes: whether modes count: a shard in a folder may have none.
+    has_modes: whether modes count: a shard in a folder may have none. eod_id: None: it names none.
     """
 
     prefix: str
     tokenizer: TokenizerLabel | None
     loss_modes: LossModes
     has_modes: bool
+    eod_id: int | None = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids run below it; None where it is not known."""
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     @classmethod
     def of_stored(cls, stored: Any) -> Label:
         """The label of a row of JSON. Raises TypeError, ValueError for another row."""
-        prefix, tokenizer, modes, has_modes = stored
+        prefix, tokenizer, modes, has_modes, eod_id = stored
         if type(prefix) is not str or type(has_modes) is not bool:
             raise ValueError("a label of shards has fields of other types")
         if tokenizer is not None:
@@ -48,7 +54,13 @@ class Label(NamedTuple):
             tokenizer = TokenizerLabel(
                 name, digest, None if vocab_size is None else int(vocab_size)
             )
-        return cls(prefix, tokenizer, None if modes is None else tuple(map(int, modes)), has_modes)
+        return cls(
+            prefix,
+            tokenizer,
+            None if modes is None else tuple(map(int, modes)),
+            has_modes,
+            None if eod_id is None else int(eod_id),
+        )
 
 
 def mixed_tokenizers(datasets: Iterable[tuple[str, Iterable[TokenizerLabel]]]) -> str:

@@ -163,12 +163,22 @@ class Manifest:
         if self.tokenizer.get("digest"):
             tokenizer = TokenizerLabel(*self.tokenizer_label, self.vocab_size)
         modes = None if self.loss_modes is None else tuple(self.loss_modes)
-        return (Label(prefix="", tokenizer=tokenizer, loss_modes=modes, has_modes=True),)
+        return (Label("", tokenizer, modes, has_modes=True, eod_id=self.eod_id),)
 
     @property
     def tokenizers(self) -> set[TokenizerLabel]:
         """The tokenizers of its shards, as far as manifests name them."""
         return {label.tokenizer for label in self.labels if label.tokenizer is not None}
+
+    @property
+    def eod_ids(self) -> set[int | None]:
+        """The ids that end documents in its shards; None for shards whose manifest names none."""
+        return {label.eod_id for label in self.labels} or {None}
+
+    @property
+    def vocab_sizes(self) -> set[int | None]:
+        """Ids of its shards run below these; None for shards whose manifest names no tokenizer."""
+        return {label.vocab_size for label in self.labels} or {None}
 
     def learned_modes(self, name: str) -> LossModes:
         """The modes whose sequences are learned; None where no manifest has any.

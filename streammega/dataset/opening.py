@@ -657,12 +657,14 @@ def _labels(shards: Sequence[Shard], in_folder: Mapping[str, Manifest]) -> tuple
         if key in labels:
             continue
         manifest = in_folder.get(dataset)
-        tokenizer = modes = None
+        tokenizer = modes = eod_id = None
         if manifest is not None:
             (label,) = manifest.labels
-            tokenizer, modes = label.tokenizer, label.loss_modes
-        labels[key] = Label(shard.name, tokenizer, modes, has_modes=shard.multimodal)
-    return tuple(label for label in labels.values() if label.tokenizer or label.has_modes)
+            tokenizer, modes, eod_id = label.tokenizer, label.loss_modes, label.eod_id
+        labels[key] = Label(shard.name, tokenizer, modes, shard.multimodal, eod_id)
+    if not any(label.tokenizer or label.eod_id is not None for label in labels.values()):
+        return tuple(label for label in labels.values() if label.has_modes)
+    return tuple(labels.values())  # also without any word on their ids: they may differ
 
 
 def place_of(url: str, storage: StorageConfig) -> str:

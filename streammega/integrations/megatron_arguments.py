@@ -84,7 +84,7 @@ def data_config(
             inter_document_masking=getattr(args, "dataloader_inter_document_masking", False),
             create_attention_mask=args.create_attention_mask_in_dataloader,
         ),
-        **options,
+        **{"order": "megatron", **options},
     )
 
 

@@ -65,7 +65,7 @@ def stream_dataset(
     if ORDERS[config.order].has_lanes and config.shuffle_lanes is None:
         raise ConfigError(
             "the stream order goes on with other ranks only in the lanes it began in; set shuffle_lanes "
-            "in the DataConfig, to a multiple of the global batch of at least 512"
+            'in the DataConfig, to a multiple of the global batch of at least 512, or order="megatron"'
         )
     check_phases(config, "Megatron", None, one_length=True)
     built: dict[str, BridgeBatches] = {}

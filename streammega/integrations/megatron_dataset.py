@@ -40,6 +40,7 @@ def samples_config(
         )
     return DataConfig(
         blend=[prefix],
+        order="megatron",
         seed=config.random_seed,
         sequence_length=config.sequence_length,
         add_extra_token=bool(config.add_extra_token_to_sequence),

@@ -10,6 +10,7 @@ import numpy as np
 from streammega.config import DataConfig
 from streammega.config.validate import plain
 from streammega.dataset import IndexedDataset
+from streammega.dataset.manifest import Manifest
 from streammega.errors import ConfigError
 from streammega.errors.logs import get_logger
 from streammega.errors.redaction import redact_urls
@@ -20,7 +21,7 @@ from streammega.samples.gpt import GPTDataset, num_units_of
 from streammega.samples.packed import check_packing
 from streammega.samples.pinned import read_blend
 from streammega.samples.segments import SplitData, has_data, split_data
-from streammega.samples.token_file import check_tokenizers, check_vocabulary
+from streammega.samples.token_file import check_tokenizers, with_vocabulary
 from streammega.storage.thread_pool import parallel_map
 from streammega.storage.warn_once import warn_once
 
@@ -98,7 +99,10 @@ def build_split(
     pairs = [opened[prefix] for prefix in segment.datasets]
     if not alone and not are_apart:
         return _blended(config, data, pairs, weights, num_samples)
-    single = [_single(config, data, pair, num_samples) for pair in pairs]
+    single = [
+        _single(with_vocabulary(config, split, _manifests([pair])), data, pair, num_samples)
+        for pair in pairs
+    ]
     return single[0] if alone else [dataset for dataset in single if dataset is not None]
 
 
@@ -121,6 +125,11 @@ def _open_all(
     opened.update(zip(missing, datasets, strict=True))
 
 
+def _manifests(pairs: Sequence[IndexedDataset]) -> list[tuple[str, Manifest]]:
+    """Datasets by their names."""
+    return [(pair.prefix, pair.manifest) for pair in pairs]
+
+
 def _single(
     config: DataConfig, data: SplitData, indexed: IndexedDataset, num_samples: int | None
 ) -> GPTDataset | None:
@@ -128,8 +137,6 @@ def _single(
 
     Units of the split are sequences, or the bins of a packed dataset.
     """
-    if config.vocab_size is not None:
-        check_vocabulary(indexed.prefix, indexed.tokenizers, config)
     bounds = split_bounds(data.shares, num_units_of(indexed))[data.split]
     if bounds is None:
         return None
@@ -153,6 +160,9 @@ def _blended(
     if weights is not None and num_samples is not None:
         weights = normalized(weights)
         counts = samples_asked(weights, num_samples, config.mid_level_dataset_surplus)
+    if len(pairs) > 1 and not config.allow_mixed_tokenizers:
+        check_tokenizers((pair.prefix, pair.tokenizers) for pair in pairs)
+    config = with_vocabulary(config, data.split, _manifests(pairs))
     parts = parallel_map(
         lambda pair: _single(config, data, *pair),
         list(zip(pairs, counts, strict=True)),
@@ -161,8 +171,6 @@ def _blended(
     datasets = [part for part in parts if part is not None]
     bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
     check_packing(bins, config.sequence_length)
-    if len(datasets) > 1 and not config.allow_mixed_tokenizers:
-        check_tokenizers((part.indexed.prefix, part.indexed.tokenizers) for part in datasets)
     _warn_of_repeats(datasets)
     if len(datasets) < len(pairs):
         return None  # the split string gives this split no share

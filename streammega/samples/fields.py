@@ -70,6 +70,7 @@ def batch_fields(
             "inter_document_masking goes by the sequences of files, which ids do not tell; give "
             "a config without it"
         )
+    config.check_eod_id(problem="ids do not tell it")
     names = [name for name in config.field_names if bounds or name != "cu_seqlens"]
     refuse_columns(config, "ids do not tell the values of columns")
     if "dataset_id" in names:

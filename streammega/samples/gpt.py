@@ -120,7 +120,7 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         config: sequence_length, seed, fields; `order="sequential"` leaves everything unshuffled.
         split: "train", "valid" or "test".
 
-    Raises ConfigError if the split holds no sample, CacheError if the indices cannot be kept.
+    Raises ConfigError if the split holds no sample, and for the stream order; CacheError if the indices cannot be kept.
     """
 
     def __init__(
@@ -135,6 +135,12 @@ class GPTDataset(SegmentSource, torch.utils.data.Dataset[Batch]):
         self.prefixes: Sequence[str] = [indexed.name]
         self.config = config
         self.split = split
+        if not ORDERS[config.order].has_indices:
+            raise ConfigError(
+                f"the {config.order} order builds no datasets of numbered samples: set "
+                'order="megatron", or read by a StreamLoader'
+            )
+        config.check_eod_id(split)
         check_packing([(indexed.prefix, indexed.bin_tokens)], config.sequence_length)
         self.is_packed = indexed.bin_tokens is not None
         num_units = num_units_of(indexed)

@@ -59,7 +59,7 @@ def _open_built(config: DataConfig, data: SplitData, _global_batch_size: int) ->
             f"leaves nothing for {split}; give it a share and a number of samples"
         )
     _ = samples.excluded  # now: raises for names that no document has
-    return SampleSource(config, [samples])
+    return SampleSource(samples.config, [samples])
 
 
 OPENED_BY: Mapping[Order, Callable[[DataConfig, SplitData, int], SampleSource]] = {

@@ -21,7 +21,7 @@ from streammega.samples.columns import open_columns
 from streammega.samples.file_index import FileIndex
 from streammega.samples.loss_masks import learned_modes_by_manifest
 from streammega.samples.segments import SplitData
-from streammega.samples.token_file import TokenFile, check_tokenizers, check_vocabulary
+from streammega.samples.token_file import TokenFile, check_tokenizers
 from streammega.storage.open import is_remote
 from streammega.storage.thread_pool import parallel_map
 
@@ -44,8 +44,8 @@ class OpenDataset:
 def open_datasets(data: SplitData, config: DataConfig) -> list[OpenDataset]:
     """The datasets of a split by their numbers, each with its parts that belong to the split.
 
-    Raises ConfigError if a dataset has nothing for the split, more ids than the config's vocabulary,
-    or another tokenizer than the others; StorageError and FormatError for the files.
+    Raises ConfigError if a dataset has nothing for the split, or another tokenizer than the others;
+    StorageError and FormatError for the files.
     """
 
     def open_all(manifests: list[Manifest]) -> list[OpenDataset]:
@@ -63,8 +63,6 @@ def open_datasets(data: SplitData, config: DataConfig) -> list[OpenDataset]:
     opened = open_with(
         data.prefixes, config.storage, open_all, config.manifests, columns=config.columns
     )
-    for dataset in opened:
-        check_vocabulary(dataset.name, dataset.manifest.tokenizers, config)
     if len(opened) > 1 and not config.allow_mixed_tokenizers:
         check_tokenizers((dataset.name, dataset.manifest.tokenizers) for dataset in opened)
     return opened

@@ -37,7 +37,7 @@ from streammega.samples.source import (
     Span,
 )
 from streammega.samples.stream_datasets import open_datasets
-from streammega.samples.token_file import TokenFile
+from streammega.samples.token_file import TokenFile, with_vocabulary
 from streammega.storage.open import resolved
 
 log = get_logger(__name__)
@@ -187,8 +187,8 @@ class StreamSource(SampleSource):
         global_batch_size: chooses the lanes, unless the config names them.
 
     Raises ConfigError for lanes that a global batch does not divide, for a dataset that holds
-    nothing, and for a file with two names in two segments. Raises StorageError and FormatError for
-    the files.
+    nothing, for a file with two names in two segments, and as `with_vocabulary`. Raises StorageError
+    and FormatError for the files.
     """
 
     def __init__(self, config: DataConfig, data: SplitData, global_batch_size: int) -> None:
@@ -202,7 +202,9 @@ class StreamSource(SampleSource):
         for segment in data.segments:
             check_packing([bins[number] for number in segment.numbers], segment.sequence_length)
         check_one_kind(bins)
-        self.config = config.with_manifests({one.name: one.manifest for one in self._datasets})
+        manifests = [(one.name, one.manifest) for one in self._datasets]
+        config = config.with_manifests(dict(manifests))
+        self.config = with_vocabulary(config, data.split, manifests)
         self._excluded = excluded_tokens(self.config, data.split, data.prefixes, files)
         super().__init__(self.config, self._segments_in(lanes))
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.columns import StoredColumn
-from streammega.dataset.labels import TokenizerLabel, mixed_tokenizers
+from streammega.dataset.labels import TokenizerLabel, list_names, mixed_tokenizers
+from streammega.dataset.manifest import Manifest
 from streammega.dataset.opening import open_manifests
 from streammega.errors import ConfigError, StreammegaError
 from streammega.kernels.fields import clear_by_mode
@@ -135,16 +136,56 @@ def tokenizer_origin(name: str, config: DataConfig) -> str:
     return f"{name}, made with tokenizer {' and '.join(sorted(map(str, labels)))}"
 
 
-def check_vocabulary(name: str, tokenizers: Iterable[TokenizerLabel], config: DataConfig) -> None:
-    """Raise ConfigError if the config leaves out ids that a dataset's tokenizer has. More of them are a
-    padded vocabulary.
+def with_vocabulary(
+    config: DataConfig, split: str, datasets: Sequence[tuple[str, Manifest]]
+) -> DataConfig:
+    """The config with the vocab_size and eod_id of its manifests, where it names none.
+
+    datasets: all of a split, by their names. Raises ConfigError if the config leaves out ids that a
+    dataset has, and if a setting needs eod_id and the datasets have not one for all.
     """
-    sizes = [label.vocab_size for label in tokenizers if label.vocab_size is not None]
-    if config.vocab_size is not None and max(sizes, default=0) > config.vocab_size:
+    vocab_size = config.vocab_size
+    if vocab_size is None:
+        sizes = {size for _, manifest in datasets for size in manifest.vocab_sizes}
+        known = [size for size in sizes if size is not None]
+        vocab_size = max(known) if known and len(known) == len(sizes) else None
+    else:
+        for name, manifest in datasets:
+            _check_vocabulary(name, manifest, vocab_size)
+    eod_id = config.eod_id
+    if eod_id is None:
+        names_of: dict[int | None, list[str]] = {}
+        for name, manifest in datasets:
+            for one in sorted(manifest.eod_ids, key=str):
+                names_of.setdefault(one, []).append(name)
+        if len(names_of) == 1:
+            (eod_id,) = names_of
+        if eod_id is None:
+            config.check_eod_id(split, _why_no_eod_id(names_of))
+    if (vocab_size, eod_id) == (config.vocab_size, config.eod_id):
+        return config
+    return replace(config, vocab_size=vocab_size, eod_id=eod_id)
+
+
+def _why_no_eod_id(names_of: Mapping[int | None, Sequence[str]]) -> str:
+    """Why datasets have no id that ends the documents of all. names_of: the datasets of each."""
+    if set(names_of) == {None}:
+        return "no manifest of the data names it"
+    listed = [
+        f"{list_names(names)}: {'no manifest names it' if eod_id is None else eod_id}"
+        for eod_id, names in names_of.items()
+    ]
+    return f"the datasets have not the same one ({'; '.join(listed)})"
+
+
+def _check_vocabulary(name: str, manifest: Manifest, vocab_size: int) -> None:
+    """Raise ConfigError if a vocabulary leaves out ids of a dataset. More of them are a padded one."""
+    needed = max(size or 0 for size in manifest.vocab_sizes)
+    if needed > vocab_size:
         raise ConfigError(
-            f"{name}: its manifest has vocab_size {max(sizes)}, and the config {config.vocab_size}, so "
-            f"its ids from {config.vocab_size} on would be errors in the middle of a run; set vocab_size "
-            f"to {max(sizes)} or more (model.vocab_size of a run)"
+            f"{name}: its manifest has vocab_size {needed}, and the config {vocab_size}, so "
+            f"its ids from {vocab_size} on would be errors in the middle of a run; set vocab_size "
+            f"to {needed} or more (model.vocab_size of a run), or leave it out"
         )
 
 

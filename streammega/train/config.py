@@ -37,8 +37,10 @@ __all__ = ["ModelConfig", "ParallelConfig", "RunConfig", "TrainConfig", "load_ru
 class ModelConfig:
     """The example GPT."""
 
-    vocab_size: int
-    """Ids run below this; the data is checked against it."""
+    vocab_size: Annotated[int, Ge(0)] = 0
+    """Ids run below this; the data is checked against it. 0: data.vocab_size, or else what the manifests
+    of the data name.
+    """
     dim: int = 192
     """Width."""
     layers: int = 4
@@ -48,7 +50,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        smallest = min(self.vocab_size, self.dim, self.layers, self.heads)
+        smallest = min(self.dim, self.layers, self.heads)
         # 2 x heads: rotary embeddings rotate pairs of the elements of a head.
         if smallest < 1 or self.dim % (2 * self.heads) != 0:
             raise ConfigError(
@@ -209,8 +211,8 @@ class RunConfig:
     """
 
     data: DataConfig
-    model: ModelConfig
-    train: TrainConfig = field()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     validation: Mapping[str, Any] = field(default_factory=dict)
     """Name -> blend. Each is evaluated by itself, in addition to the valid split of [data], and is read
@@ -239,10 +241,25 @@ class RunConfig:
                     f"validation set {name!r} must have a name of letters, digits, - and _; rename it"
                 )
 
+    def with_vocabulary(self, vocab_size: int | None) -> RunConfig:
+        """The run with the vocabulary of its opened data, where the model names none. Raises ConfigError
+        if neither does.
+        """
+        if self.model.vocab_size:
+            return self
+        if vocab_size is None:
+            raise ConfigError(
+                "nothing says how many ids there are: not all manifests of the data name a tokenizer; set "
+                "model.vocab_size"
+            )
+        return replace(self, model=replace(self.model, vocab_size=vocab_size))
+
     def _set_vocabulary(self) -> None:
         """The data is checked against the model's vocabulary, unless it names its own."""
         of_data = self.data.vocab_size
         of_model = self.model.vocab_size
+        if not of_model:  # known when the data is open
+            return
         if of_data is None:
             object.__setattr__(self, "data", replace(self.data, vocab_size=of_model))
         elif of_data > of_model:
@@ -399,7 +416,7 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
                 section = f"{path}{name}.{json.dumps(prefix)}"
                 _check_section(storage, StorageConfig, section)
     if kind is RunConfig:
-        for section in ("data", "model", "train"):
+        for section in ("data", "train"):
             if section not in table:
                 raise ConfigError(f"the run has no [{section}] section")
 

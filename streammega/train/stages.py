@@ -229,6 +229,17 @@ def _initialize(chunks: Sequence[GPT], full_model: GPT, seed: int) -> None:
         local_part(parameter).copy_(values)
 
 
+def check_vocab_parts(vocab_size: int, tp: int) -> None:
+    """Raise ConfigError for a vocabulary that leaves some tensor-parallel ranks without ids."""
+    # torch gives every rank the same number of entries, rounded up. The last ranks get the rest.
+    share = math.ceil(vocab_size / tp)
+    if share * (tp - 1) >= vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {vocab_size} in parts of {share} leaves some of parallel.tp "
+            f"{tp} ranks without any; lower tp, or raise vocab_size"
+        )
+
+
 def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for too few layers or micro-batches for the pipeline stages, and for sizes that do
     not divide over tensor-parallel ranks.
@@ -264,14 +275,8 @@ def check_layout(config: RunConfig, layout: ParallelLayout) -> None:
             f"model.dim {model.dim} makes feed-forward layers {width} wide, which parallel.tp {tp} "
             f"does not divide; change one of them"
         )
-    # torch gives every rank the same number of entries, rounded up. The last ranks get the rest.
-    share = math.ceil(model.vocab_size / tp)
-    of_all_but_the_last = share * (tp - 1)
-    if of_all_but_the_last >= model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp "
-            f"{tp} ranks without any; lower tp, or raise vocab_size"
-        )
+    if model.vocab_size:  # else it is known when the data is open
+        check_vocab_parts(model.vocab_size, tp)
     for segment in config.data.segments("train"):
         kept = segment.sequence_length // layout.cp
         if config.parallel.sequence_parallel and kept % tp:

@@ -61,7 +61,7 @@ from streammega.train.parallel_model import ParallelModel
 from streammega.train.run_log import RunLog, was_evaluated
 from streammega.train.signals import StopRequests, Terminated
 from streammega.train.splits import has_valid, open_split, validation_sets
-from streammega.train.stages import check_layout
+from streammega.train.stages import check_layout, check_vocab_parts
 
 log = get_logger(__name__)
 
@@ -110,6 +110,7 @@ class Trainer:
         set_numerics(train)
         self._make_ranks()
         self._open_data()
+        config = self.config
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer: torch.optim.Optimizer = make_optimizer(
             self.model.chunks, train, fused=self.model.is_sharded
@@ -172,8 +173,12 @@ class Trainer:
         self.loader = open_split(config, "train", ranks, metrics_port)
         self.batches = RankBatches(self.loader, ranks, self.device, every_stage=config.every_stage)
         # The identity of all samples, with the data of later phases: they are not compared again.
-        identity = json.dumps(self.loader.dataset.samples.identity(), sort_keys=True)
-        check_ranks_agree("data", identity, ranks, self.device)
+        identity = self.loader.dataset.samples.identity()
+        vocab_size = self.loader.dataset.config.vocab_size
+        compared = json.dumps([identity, vocab_size], sort_keys=True)
+        check_ranks_agree("data", compared, ranks, self.device)
+        self.config = config = config.with_vocabulary(vocab_size)
+        check_vocab_parts(config.model.vocab_size, ranks.layout.tp)
         self.sources = source_names(config.data)
         self.evaluates = train.eval_iters > 0 and train.eval_interval > 0
         if not self.evaluates:

@@ -286,6 +286,49 @@ def test_a_model_with_fewer_ids_than_the_data_is_refused_before_its_first_step(
             Trainer(config, torch.device("cpu"))
 
 
+@pytest.mark.guarantee("vocabulary-of-manifest")
+def test_a_run_without_a_vocabulary_has_that_of_the_manifests_and_is_the_same_run(
+    tmp_path: Path,
+) -> None:
+    texts = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 400)
+    prefix = convert_bytes(tmp_path / "web", texts).prefix
+    path = write_run_file(
+        tmp_path,
+        data={"blend": [prefix], "order": None},
+        model={"vocab_size": None},
+        train={"train_iters": 2, "save_interval": 2},
+    )
+    runs: tuple[list[str], ...] = (
+        [],
+        ["model.vocab_size=257", "train.train_iters=4"],
+        ["train.train_iters=6"],
+    )
+    for number, overrides in enumerate(runs):
+        trainer = Trainer(load_run(path, overrides), torch.device("cpu"))
+        trainer.resume()
+        assert trainer.step == 2 * number
+        assert trainer.config.model.vocab_size == 257
+        trainer.run()
+    for name, size in (("data.vocab_size", 320), ("model.vocab_size", 300)):
+        padded = load_run(path, [f"{name}={size}", f"train.out_dir={tmp_path}/{size}"])
+        trainer = Trainer(padded, torch.device("cpu"))
+        assert trainer.config.model.vocab_size == size
+        trainer.close()
+
+
+@pytest.mark.guarantee("vocabulary-of-manifest")
+def test_a_run_whose_vocabulary_nothing_says_is_refused(tmp_path: Path) -> None:
+    raw = write_dataset(tmp_path / "raw", [np.arange(400) % 300 for _ in range(20)])
+    path = write_run_file(
+        tmp_path,
+        data={"blend": [raw], "order": None},
+        model={"vocab_size": None},
+        train={"train_iters": 2},
+    )
+    with pytest.raises(ConfigError, match=r"not all manifests .* set model\.vocab_size"):
+        Trainer(load_run(path), torch.device("cpu"))
+
+
 def read_by(way: str, config: DataConfig) -> None:
     """Read some batches. way: who reads, and where the ids are looked at."""
     if way == "loader":

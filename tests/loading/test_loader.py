@@ -400,7 +400,6 @@ def test_what_is_no_config_is_refused_by_its_type(config: Any) -> None:
         ({"blend": ("web", 0.7)}, r"each entry is a prefix or a \(prefix, weight\) pair, as in"),
         ({"blend": [(0.7, "web")]}, r"each entry is a prefix or a \(prefix, weight\) pair, as in"),
         ({"order": "random"}, "order is 'random'"),
-        ({"eod_mask_loss": True}, "need eod_id"),
         ({"num_samples": (1, 2)}, "it must be 3 whole numbers"),
         ({"num_samples": 5}, "it must be 3 whole numbers"),
         ({"num_samples": "500"}, "it must be 3 whole numbers"),

@@ -5,6 +5,7 @@ never a crash.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ def test_more_sequences_than_the_megatron_order_can_number_are_refused(config: D
     class Many:
         prefix = "many"
         bin_tokens = None
+        manifest = SimpleNamespace(eod_ids={None}, vocab_sizes={None})
 
         def __len__(self) -> int:
             return 2**31 + 1

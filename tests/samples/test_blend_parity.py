@@ -224,6 +224,7 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             create_attention_mask=creates_mask, **sources, **shared,
         )  # fmt: skip
         config = DataConfig(
+            order="megatron",
             sequence_length=length,
             seed=77,
             eod_id=5,
@@ -276,7 +277,10 @@ def test_a_blend_in_sequential_order_takes_turns_and_each_dataset_is_in_stored_o
 
 def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_path: Path) -> None:
     config = DataConfig(
-        blend=pairs[:3], sequence_length=8, storage=StorageConfig(cache_dir=tmp_path)
+        order="megatron",
+        blend=pairs[:3],
+        sequence_length=8,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     blended = build_datasets(config, (20, None, None))[0]
     assert isinstance(blended, BlendedDataset)
@@ -292,6 +296,7 @@ def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_pa
 def test_padding_of_a_batch_needs_a_mask(pairs: list[str], tmp_path: Path, blended: bool) -> None:
     blend = pairs[: 3 if blended else 1]
     config = DataConfig(
+        order="megatron",
         blend=blend,
         sequence_length=8,
         storage=StorageConfig(cache_dir=tmp_path),
@@ -328,7 +333,10 @@ def test_a_dataset_that_a_blend_names_twice_is_opened_once(
 
 def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_path: Path) -> None:
     config = DataConfig(
-        blend=pairs[:2], sequence_length=8, storage=StorageConfig(cache_dir=tmp_path)
+        order="megatron",
+        blend=pairs[:2],
+        sequence_length=8,
+        storage=StorageConfig(cache_dir=tmp_path),
     )
     parts = [build_datasets(replace(config, blend=[p]), (None, None, None))[0] for p in pairs[:2]]
     lengths = [len(part) for part in parts]  # type: ignore[arg-type]
@@ -350,6 +358,7 @@ def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_pat
 @pytest.mark.guarantee("everything-megatron-core")
 def test_full_validation_takes_everything_once(pairs: list[str], tmp_path: Path) -> None:
     config = DataConfig(
+        order="megatron",
         blend=pairs[:3],
         sequence_length=8,
         split="50,50,0",
@@ -422,7 +431,7 @@ def test_blends_in_all_their_forms(blend: Any, expected: Any) -> None:
 )
 def test_blends_that_mean_nothing_are_refused(blend: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DataConfig(blend=blend, sequence_length=4)
+        DataConfig(order="megatron", blend=blend, sequence_length=4)
 
 
 @pytest.mark.guarantee("order-never-changes")

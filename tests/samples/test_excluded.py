@@ -851,8 +851,9 @@ def test_without_origins_documents_go_by_number_and_it_needs_an_end_of_documents
     config = config_of(tmp_path, blend=[f"{tmp_path}/a"], exclude_documents=["id-1"])
     with pytest.raises(ConfigError, match=re.escape("keep no origins (convert --provenance), so")):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)
-    with pytest.raises(ConfigError, match="exclude_documents needs eod_id"):
-        replace(config, eod_id=None)
+    needing = replace(config, eod_id=None, exclude_documents=["a#1"])
+    with pytest.raises(ConfigError, match=r"exclude_documents needs eod_id, .*no manifest of the"):
+        StreamingDataset(needing, micro_batch_size=1, global_batch_size=1)
     config = replace(config, eod_id=70_000, exclude_documents=["a#1"])
     with pytest.raises(ConfigError, match=r"stores ids as uint16, and eod_id 70000 does not fit"):
         StreamingDataset(config, micro_batch_size=1, global_batch_size=1)

@@ -74,6 +74,7 @@ def build_both(case: dict[str, Any], folder: Path) -> tuple[Any, GPTDataset | No
         allow_ambiguous_pad_tokens=case["ambiguous"],
     )
     config = DataConfig(
+        order="megatron",
         blend=[prefix],
         sequence_length=case["sequence_length"],
         seed=case["seed"],
@@ -217,7 +218,10 @@ def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     pair: str, tmp_path: Path
 ) -> None:
     config = DataConfig(
-        blend=[pair], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+        order="megatron",
+        blend=[pair],
+        sequence_length=16,
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
     first = map_style(build_datasets(config, (500, None, None))[0])
     index = np.array(first.shuffle_index)
@@ -242,7 +246,10 @@ def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
     from tests.support.kept_files import save_kept
 
     config = DataConfig(
-        blend=[pair], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+        order="megatron",
+        blend=[pair],
+        sequence_length=16,
+        storage=StorageConfig(cache_dir=tmp_path / "cache"),
     )
     dataset = map_style(build_datasets(config, (500, None, None))[0])
     _ = dataset.shuffle_index
@@ -259,7 +266,10 @@ def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Pa
     write_random_pair(str(tmp_path / "elsewhere" / "copy"))
     for prefix in (pair, str(tmp_path / "elsewhere" / "copy")):
         config = DataConfig(
-            blend=[prefix], sequence_length=16, storage=StorageConfig(cache_dir=tmp_path / "cache")
+            order="megatron",
+            blend=[prefix],
+            sequence_length=16,
+            storage=StorageConfig(cache_dir=tmp_path / "cache"),
         )
         dataset = map_style(build_datasets(config, (500, None, None))[0])
         _ = dataset.shuffle_index
@@ -274,6 +284,7 @@ def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
     prefix = str(tmp_path / "golden")
     write_dataset(prefix, [np.arange(100 * n, 100 * n + (n * 5) % 17) for n in range(12)])
     config = DataConfig(
+        order="megatron",
         blend=[prefix],
         sequence_length=16,
         seed=1234,

@@ -179,6 +179,7 @@ def test_prepare_as_a_user_runs_it(
 blend = {[list(item) for item in blend]}
 sequence_length = 8
 split = "80,20,0"
+order = "megatron"
 [data.storage]
 cache_dir = "{tmp_path}/cache"
 [model]

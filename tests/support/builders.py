@@ -221,7 +221,7 @@ def write_run_file(folder: Path, **sections: dict[str, Any]) -> str:
     left out too.
     """
     defaults: dict[str, dict[str, Any]] = {
-        "data": {"sequence_length": 16, "split": "90,10,0"},
+        "data": {"sequence_length": 16, "split": "90,10,0", "order": "megatron"},
         "data.storage": {"cache_dir": f"{folder}/cache"},
         "model": {"vocab_size": 1000, "dim": 16, "layers": 1, "heads": 2},
         "train": {

@@ -313,7 +313,7 @@ RUN_WITH = "[train]\ntrain_iters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nse
         ("x = [", "no valid TOML"),
         (f"x = {'[' * 9999}", "no valid TOML"),
         (f"x = {'9' * 9999}", "no valid TOML"),
-        ("[data]\nblend='a'\nsequence_length=1", "no .model. section"),
+        ("[data]\nblend='a'\nsequence_length=1", "no .train. section"),
         (f"{RUN_WITH}[data.phases]\nfirst_sample=8", "write \\[\\[data.phases\\]\\] before each"),
         (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
         (f"{RUN_WITH}fields='tokens'", "data.fields is text; it must be a list"),
@@ -522,7 +522,8 @@ def test_a_phase_is_appended_to_a_run_by_an_edit_of_its_file(run_file: str, tmp_
     """Eight steps without it, then as one run that had it from the first step on."""
     write_random_pair(str(tmp_path / "math"), seed=9)
     path = Path(run_file)
-    before = path.read_text().replace("[data]", '[data]\norder = "stream"\nshuffle_lanes = 16')
+    in_lanes = 'order = "stream"\nshuffle_lanes = 16'
+    before = path.read_text().replace('order = "megatron"', in_lanes)
     phase = f"""
 [[data.phases]]
 first_sample = 64
