@@ -74,7 +74,7 @@ def write_and_load() -> None:
     with sm.IndexedDatasetWriter("web", np.uint16) as writer:
         for _ in range(200):
             writer.add_document(rng.integers(0, 1000, 50), [50])
-    data = sm.DataConfig(blend=["web"], sequence_length=16, order="stream", seed=1)
+    data = sm.DataConfig(blend=["web"], sequence_length=16, seed=1)
     sizes: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
     with sm.StreamLoader(data, **sizes) as loader:
         batches = iter(loader)

@@ -288,7 +288,6 @@ def soak(hosts: Path | None, cache: Path, minutes: int) -> int:
         return DataConfig(
             blend=[prefix],
             sequence_length=1024,
-            order="stream",
             shuffle_lanes=8,
             shuffle_block_bytes=64 << 10,
             storage=storage,

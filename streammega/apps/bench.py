@@ -117,7 +117,6 @@ def bench(
         data = DataConfig(
             blend=blend if len(blend) > 1 else [blend[0]],
             sequence_length=sequence_length or 4096,
-            order="stream",
             split="1,0,0",
             storage=storage_config(storage, storage_file),
         )

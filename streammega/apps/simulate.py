@@ -338,7 +338,6 @@ def _simulate(
         {dataset.name: dataset.manifest or _shards_of(dataset) for dataset in datasets},
         DataConfig(
             blend=blend,
-            order="stream",
             sequence_length=settings.sequence_length,
         ),
         latency=settings.latency_ms / 1000,

@@ -117,7 +117,6 @@ def manifest(
         config = DataConfig(
             blend=" ".join(words[:-1]) if len(words) > 2 else words[:-1],
             sequence_length=1,
-            order="stream",
             split=split,
             storage=storage_config(storage, storage_file),
         )

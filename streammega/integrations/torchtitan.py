@@ -95,11 +95,6 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
         settings["storage_by_prefix"] = {prefix: _storage(one) for prefix, one in by_prefix}
     restarts = config.positions == "documents"
     end_of_document = eos_id if config.eod_id < 0 else config.eod_id
-    if restarts and end_of_document is None:
-        raise ConfigError(
-            'positions="documents" restart after the end of a document, but the tokenizer has no '
-            'eos_id; name eod_id in the dataloader config, or positions="samples"'
-        )
     counts = [0, 0, 0]  # this loader reads no sample of the other splits
     counts[SPLITS.index(config.part)] = max(config.num_samples, 0)
     fields: dict[str, Any] = {
@@ -289,7 +284,7 @@ def _config_class(base_config: Any) -> Any:
         positions: str = "documents"
         """Restarting after each document, or each sample; "none": left out."""
         eod_id: int = -1
-        """The id that ends documents; -1: the tokenizer's eos_id."""
+        """The id that ends documents; -1: the tokenizer's eos_id, or else that of the data's manifests."""
         infinite: bool = True
         """Begin another pass after the last sample."""
         repeat: bool = True

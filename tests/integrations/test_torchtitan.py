@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -24,7 +25,12 @@ from streammega.integrations.torchtitan import (
     titan_batch,
     titan_data,
 )
-from tests.support.builders import write_random_pair
+from tests.support.builders import (
+    convert_bytes,
+    write_dataset,
+    write_jsonl,
+    write_random_pair,
+)
 from tests.support.gang import Gang
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchtitan.md"
@@ -117,7 +123,6 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
         ({"blend": "a", "dataset": "c4"}, "dataset belongs to torchtitan's loaders"),
         ({"blend": "a", "part": "validation"}, "one of train, valid, test"),
         ({"blend": "a", "positions": "all"}, "one of documents, samples, none"),
-        ({"blend": "a", "eod_id": -1}, "the tokenizer has no eos_id"),
         (
             {"blend": "a", "settings": {"storage_by_prefix": None}},
             "storage_by_prefix is None; it must be a mapping",
@@ -136,6 +141,20 @@ def test_what_would_be_ignored_or_meant_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         titan_data(config_of(**given), ROWS, None)
+
+
+@pytest.mark.guarantee("ids-of-manifest")
+def test_without_an_eos_id_documents_end_as_the_manifest_of_the_data_says(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "in.jsonl", ["a text of some words"] * 40)
+    converted = str(tmp_path / "web")
+    convert_bytes(converted, texts)
+    raw = write_dataset(tmp_path / "raw", [np.arange(90) for _ in range(40)])
+    sizes: Any = {"eod_id": -1, "global_batch_size": 2}
+    loader = open_loader(config_of(blend=converted, **sizes))
+    assert loader.dataset.config.eod_id == 256
+    loader.close()
+    with pytest.raises(ConfigError, match="no manifest of the data names it; set eod_id"):
+        open_loader(config_of(blend=raw, **sizes))
 
 
 @pytest.mark.guarantee("torchtitan-would-ignored")

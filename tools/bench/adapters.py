@@ -197,7 +197,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/data"
         corpus.write_random(prefix, np.full(2000, 4000), 50_000)
-        config = sm.DataConfig(blend=[prefix], sequence_length=LENGTH, order="stream")
+        config = sm.DataConfig(blend=[prefix], sequence_length=LENGTH)
         installed = {
             name: partial(host_seconds, config, side, chosen.batches)
             for name, (module, side) in SIDES.items()

@@ -41,7 +41,6 @@ def configs(samples: int, cache: str) -> dict[str, tuple[DataConfig, int]]:
     middle = samples // 4 // BATCH * BATCH
     stream = DataConfig(
         blend=one,
-        order="stream",
         sequence_length=LENGTH,
         seed=SEED,
         storage=StorageConfig(cache_dir=cache),

@@ -297,7 +297,6 @@ def side_train(
     config = DataConfig(
         blend=[blend],
         sequence_length=128 if model else 4096,
-        order="stream",
         storage=StorageConfig(storage_options=options or {}, cache_dir=FOLDER / "cache"),
     )
     learn = gpt_step() if model else lambda batch: None

@@ -268,7 +268,6 @@ def open_all(rank: int, size: int, cache: Path, options: dict[str, Any], way: st
     config = DataConfig(
         blend=[f"s3://opened/d{number}" for number in range(OPENED_DATASETS)],
         sequence_length=LENGTH,
-        order="stream",
         storage=StorageConfig(storage_options=options, cache_dir=cache).tuned(
             hedge_requests=False, resident_bytes=0
         ),

@@ -135,7 +135,6 @@ def config_of(blend: Sequence[str], length: int, arguments: dict[str, Any]) -> A
     return DataConfig(
         blend=list(blend),
         sequence_length=length,
-        order="stream",
         storage=StorageConfig(storage_options=arguments["options"], cache_dir=arguments["cache"]),
     )
 

@@ -146,7 +146,6 @@ def rate(server: Running, name: str, length: int, ranks: int) -> tuple[float, fl
     config = DataConfig(
         blend=f"s3://data/{name.replace(' ', '')}",
         sequence_length=length,
-        order="stream",
         storage=StorageConfig(
             storage_options=server.storage_options, cache_dir=server.root.parent / "idx"
         ),

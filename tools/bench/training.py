@@ -263,7 +263,6 @@ def time_batches(device: torch.device, runs: int, prefix: str) -> Times:
     config = DataConfig(
         blend=[prefix],
         sequence_length=length,
-        order="stream",
         storage=StorageConfig(cache_dir=f"{prefix}.cache"),
     )
     ranks = Ranks(ParallelLayout(tp=2))
@@ -369,7 +368,7 @@ def time_cost(device: torch.device, size: Size, config: DataConfig, runs: int) -
 
 def config_of(prefix: str, size: Size, cache: str, options: dict[str, Any]) -> DataConfig:
     return DataConfig(
-        blend=[prefix], sequence_length=size.length, order="stream", eod_id=0,
+        blend=[prefix], sequence_length=size.length, eod_id=0,
         storage=StorageConfig(storage_options=options, cache_dir=cache),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ def main() -> None:
     tp = 2 if world % 2 == 0 else 1
     cp = 2 if world % 4 == 0 else 1
     ranks = sm.Ranks(sm.ParallelLayout.of_world(world, tp=tp, cp=cp))
-    data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream")
+    data = sm.DataConfig(blend=[PREFIX], sequence_length=64)
     with sm.open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
         for step in range(3):
             # or iterate sm.RankBatches(loader, ranks, device): one batch ahead

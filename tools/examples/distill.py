@@ -97,7 +97,6 @@ def learn(prefix: str, vocab_size: int, rank: int, world: int, online: bool) -> 
     data = sm.DataConfig(
         blend=[prefix],
         sequence_length=LENGTH,
-        order="stream",
         shuffle_lanes=GLOBAL_BATCH,
         fields=["tokens", "labels", "loss_mask"],
         columns=[] if online else [*COLUMNS],

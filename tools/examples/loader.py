@@ -36,7 +36,7 @@ def main() -> None:
         dist.init_process_group()
     rank = dist.get_rank() if distributed else 0
     world = dist.get_world_size() if distributed else 1
-    data = sm.DataConfig(blend=[prefix], sequence_length=64, order="stream", vocab_size=vocab_size)
+    data = sm.DataConfig(blend=[prefix], sequence_length=64, vocab_size=vocab_size)
     loader = sm.StreamLoader(
         data,
         micro_batch_size=MICRO_BATCH,

@@ -31,7 +31,7 @@ MICRO_BATCH = 2
 
 
 def open_loader(prefix: str, rank: int, world: int) -> sm.StreamLoader:
-    data = sm.DataConfig(blend=[prefix], sequence_length=64, order="stream", vocab_size=1000)
+    data = sm.DataConfig(blend=[prefix], sequence_length=64, vocab_size=1000)
     return sm.StreamLoader(
         data,
         micro_batch_size=MICRO_BATCH,

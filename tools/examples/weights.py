@@ -73,9 +73,7 @@ def write_weights(column: str, reference: nn.Module) -> None:
 def train(model: nn.Module, column: str) -> list[float]:
     """The loss of each step."""
     columns = [] if column == "plain" else [column]
-    data = sm.DataConfig(
-        blend=[str(PREFIX)], sequence_length=LENGTH, order="stream", columns=columns
-    )
+    data = sm.DataConfig(blend=[str(PREFIX)], sequence_length=LENGTH, columns=columns)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     reached = []
     with sm.StreamLoader(data, micro_batch_size=BATCH, global_batch_size=BATCH) as loader:
