@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from streammega import StreamLoader
 from streammega.cli.main import main
 from tests.support.builders import write_dataset
 from tests.support.processes import launch
@@ -62,91 +60,107 @@ def put_dataset(name: str, tokens: int = 600_000) -> None:
     )
 
 
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.guarantee("code-commands-readme")
-@pytest.mark.usefixtures("_surroundings")
-def test_the_ten_lines_train_save_and_resume() -> None:
-    """The code block is run as it is, with a user's few names around it."""
-    put_dataset("web")
-    put_dataset("code")
-    (code,) = blocks(section("Ten lines"), "python")
-    saved: list[dict[str, Any]] = []
-    seen: list[Any] = []
-
-    def train_step(batch: dict[str, Any]) -> None:
-        seen.append(batch["tokens"].clone())
-        shapes = {name: tuple(field.shape) for name, field in batch.items()}
-        assert shapes == {"tokens": (4, 4096), "labels": (4, 4096)}
-        if len(seen) in (3, 5):
-            raise Stop
-
-    names: dict[str, Any] = {
-        "rank": 0, "world": 2, "device": "cpu", "model": None, "time_to_save": True, "train_step": train_step,
-        "save": lambda model, state: saved.append(state),
-    }  # fmt: skip
-    loop = code.rsplit("loader.load_state_dict(state)", 1)[0]
-    resume = "loader.load_state_dict(state)"
-    with pytest.raises(Stop):
-        exec(compile(loop, "README", "exec"), names)
-    state = json.loads(json.dumps(saved[-1]))
-    assert len(json.dumps(state)) < 1024
-    exec(compile(resume, "README", "exec"), names | {"state": state})
-    batch = next(iter(names["loader"]))
-    assert batch["tokens"].equal(seen[2]), "two batches were handed out before the state was saved"
-    names["loader"].close()
-
-
-RANK_OF_THE_TEN_LINES = """
-import os, sys
+AROUND = """
+import json, os, sys
 import torch
 
-rank, world, device, model, time_to_save = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "cpu", None, True
-seen, saved = [], []
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+device, model, state = "cpu", None, json.loads(sys.argv[2])
+seen, evaluated, saved = [], [], []
+
+class Fourth:
+    def __bool__(self):
+        return len(seen) == 4
+
+time_to_save = Fourth()
 
 def train_step(batch):
+    assert {name: tuple(field.shape) for name, field in batch.items()} == {
+        "tokens": (4, 4096), "labels": (4, 4096)
+    }
     seen.append(batch["tokens"].clone())
-    if len(seen) == 3:
-        raise StopIteration
+    if len(seen) == 6:
+        raise KeyboardInterrupt
+
+def evaluate(batch):
+    evaluated.append(batch["tokens"].clone())
+    return 0.0
 
 def save(model, state):
-    saved.append(state)
+    saved.append(json.dumps(state))
+
+try:
+    exec(compile(open("ten_lines.py").read(), "ten_lines.py", "exec"))
+except KeyboardInterrupt:
+    pass
+assert len(losses) == len(evaluated)
+result = {"seen": torch.stack(seen), "evaluated": torch.cat(evaluated), "state": saved[-1]}
+torch.save(result, f"{sys.argv[1]}/rank-{rank}.pt")
 """
-"""What a user's program has around the ten lines. Its third step ends it."""
+"""What a user's program has around the ten lines: a checkpoint and a validation after the fourth step,
+and an end in the sixth.
+"""
+
+
+def ten_lines(folder: Path, ranks: int, state: str = "null", without: str = "") -> list[Any]:
+    """What each rank saw of the ten lines as they stand. without: a part that is left out."""
+    (code,) = blocks(section("Ten lines"), "python")
+    assert without in code
+    folder.mkdir()
+    (folder / "ten_lines.py").write_text(code.replace(without, ""))
+    program = f"import os\nos.chdir({str(folder)!r})\n{AROUND}"
+    launched = launch(folder, ranks, ["-c", program, str(folder), state])
+    codes = launched.ended(*range(ranks), within=120)
+    if without:
+        assert codes == [1] * ranks
+        return [launched.log(rank) for rank in range(ranks)]
+    assert codes == [0] * ranks, "".join(launched.log(rank) for rank in range(ranks))
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture
+def _web_and_code(_surroundings: None) -> None:
+    put_dataset("web", 2_400_000)
+    put_dataset("code", 2_400_000)
+
+
+def rows(ranks: list[Any], step: int) -> list[Any]:
+    """The samples of a step over all ranks."""
+    return sorted(row for rank in ranks for row in rank["seen"][step].tolist())
 
 
 @pytest.mark.guarantee("code-commands-readme")
-@pytest.mark.usefixtures("_surroundings")
-def test_the_ten_lines_under_torchrun_read_each_sample_on_one_rank(tmp_path: Path) -> None:
-    """They stand as in the README. Without their word on ranks, every rank refuses to begin."""
-    put_dataset("web")
-    put_dataset("code")
-    (code,) = blocks(section("Ten lines"), "python")
-    loop = code.rsplit("loader.load_state_dict(state)", 1)[0]
-    program = (
-        f"{RANK_OF_THE_TEN_LINES}\ntry:\n{textwrap.indent(loop, '    ')}\nexcept StopIteration:\n    pass\n"
-        "torch.save({'seen': torch.stack(seen), 'state': saved[-1]}, sys.argv[1] + f'/rank-{rank}.pt')\n"
-    )
-    ranks = launch(tmp_path, 2, ["-c", program, str(tmp_path)])
-    assert ranks.ended(0, 1, within=120) == [0, 0], ranks.log(0) + ranks.log(1)
-    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
-    assert first["state"] == second["state"]
-    names: dict[str, Any] = {}
-    exec(code.split("loader = ", 1)[0], names)
-    with StreamLoader(names["data"], micro_batch_size=8, global_batch_size=1024) as whole:
-        for step, batch in zip(range(3), whole, strict=False):
-            both = torch.cat([first["seen"][step], second["seen"][step]])
-            assert sorted(both.tolist()) == sorted(batch["tokens"].tolist())
+@pytest.mark.usefixtures("_web_and_code")
+def test_the_ten_lines_train_evaluate_save_and_resume_on_one_rank_and_two(tmp_path: Path) -> None:
+    """They are run as they stand. Every sample comes once, on one rank; validation ends, and has all
+    whole global batches of its split.
+    """
+    alone = ten_lines(tmp_path / "alone", 1)
+    both = ten_lines(tmp_path / "both", 2)
+    for ranks in (alone, both):
+        assert len({rank["state"] for rank in ranks}) == 1
+        assert len(ranks[0]["state"]) < 1024
+        valid = [tuple(row) for rank in ranks for row in rank["evaluated"].tolist()]
+        assert len(set(valid)) == len(valid) == 8, "of the ten that the split has"
+    for step in range(3):
+        assert rows(both, step) == sorted(rows(alone, 2 * step) + rows(alone, 2 * step + 1))
+    for number, (count, state) in enumerate(
+        ((1, alone[0]["state"]), (2, both[0]["state"]), (2, alone[0]["state"]))
+    ):
+        resumed = ten_lines(tmp_path / f"resumed-{number}", count, state)
+        first = both if state == both[0]["state"] else alone
+        if len(resumed) == len(first):
+            assert rows(resumed, 0) == rows(first, 4), "four batches were handed out before"
+        else:
+            assert rows(resumed, 0) == sorted(rows(alone, 4) + rows(alone, 5))
 
-    unsaid = program.replace(", dp_rank=rank, dp_size=world", "")
-    assert unsaid != program
-    (tmp_path / "unsaid").mkdir()
-    ranks = launch(tmp_path / "unsaid", 2, ["-c", unsaid, str(tmp_path)])
-    assert ranks.ended(0, 1, within=120) == [1, 1]
-    for rank in range(2):
-        assert "WORLD_SIZE is 2 in the environment, and nothing says which rank" in ranks.log(rank)
+
+@pytest.mark.guarantee("code-commands-readme")
+@pytest.mark.usefixtures("_web_and_code")
+def test_the_ten_lines_without_their_ranks_are_refused_on_several(tmp_path: Path) -> None:
+    without = ', "dp_rank": rank, "dp_size": world'
+    for log in ten_lines(tmp_path / "unsaid", 2, without=without):
+        assert "WORLD_SIZE is 2 in the environment, and nothing says which rank" in log
 
 
 def commands() -> list[str]:
@@ -182,7 +196,8 @@ def test_the_commands_do_what_the_readme_says(
     tokenizer.save("tokenizer.json")
     put_dataset("code")
     (tmp_path / "run.toml").write_text(
-        '[data]\nblend = ["s3://bucket/code"]\nsequence_length = 64\n[model]\nvocab_size = 300\n[train]\ntrain_iters = 4\n'
+        '[data]\nblend = ["s3://bucket/code"]\nsequence_length = 64\norder = "megatron"\n'
+        "[model]\nvocab_size = 300\n[train]\ntrain_iters = 4\n"
         'micro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/one"\n'
     )
     (tmp_path / "runs" / "one").mkdir(parents=True)
