@@ -17,6 +17,7 @@ import torch.distributed as dist
 from streammega.integrations.megatron import datasets_provider, train_valid_test_datasets_provider
 from tests.integrations.test_megatron_provider import arguments, tokenizer, write_datasets
 from tests.support.gang import Gang
+from tests.support.megatron_programs import without_cuda
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -103,6 +104,66 @@ def test_full_validation_runs_as_long_as_its_longest_rank(
     given = {"full_validation": True}
     answers = gang.run(2, megatron_rank, str(tmp_path / "idx"), prefixes, given, "megatron")
     assert len({eval_iters for _, eval_iters, _ in answers}) == 1
+
+
+def fields_of_a_tensor_rank(
+    rank: int, folder: str, prefixes: list[str], given: dict[str, Any], order: Any
+) -> dict[str, Any]:
+    """What the first part of Megatron's `get_batch` leaves on this of two tensor-parallel ranks: one
+    takes the batch from the iterator, and sends it.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.utils import get_batch_on_this_tp_rank
+
+    mpu.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        args = run_arguments(prefixes, data_cache_path=folder, **given)
+        train, _, _ = iterators(args, datasets_provider(order=order))
+        with without_cuda():
+            batch = get_batch_on_this_tp_rank(
+                {"attention_mask": None} | next(train) if rank == 0 else {},
+                has_cu_seqlens=args.dataloader_inter_document_masking,
+                is_hybrid_cp=False,
+                create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+                broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+                broadcast_group=mpu.get_tensor_model_parallel_group(),
+                cp_size=1,
+                tp_rank=mpu.get_tensor_model_parallel_rank(),
+                micro_batch_size=args.micro_batch_size,
+                seq_length=args.seq_length,
+                mtp_on_this_rank=False,
+            )
+        return {
+            name: value.tolist() for name, value in batch.items() if isinstance(value, torch.Tensor)
+        }
+    finally:
+        mpu.destroy_model_parallel()
+
+
+@pytest.mark.guarantee("megatron-own-iterators")
+@pytest.mark.parametrize(
+    ("order", "given"),
+    [
+        ("megatron", {}),
+        ("megatron", {"dataloader_inter_document_masking": True}),
+        ("stream", {}),
+        ("stream", {"create_attention_mask_in_dataloader": True, "reset_attention_mask": True}),
+    ],
+    ids=["megatron", "megatron, documents apart", "stream", "stream, attention mask"],
+)
+def test_megatrons_get_batch_gives_every_tensor_rank_the_fields(
+    gang: Gang, prefixes: list[str], tmp_path: Path, order: str, given: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "idx")
+    ((whole, _, _),) = gang.run(1, megatron_rank, folder, prefixes, given, order)
+    first, second = gang.run(2, fields_of_a_tensor_rank, folder, prefixes, given, order)
+    assert first == second
+    assert {"tokens", "labels", "loss_mask", "position_ids"} <= set(first)
+    assert ("attention_mask" in first) == bool(given.get("create_attention_mask_in_dataloader"))
+    assert ("cu_seqlens" in first) == bool(given.get("dataloader_inter_document_masking"))
+    assert first["tokens"] == whole[0][:2]
+    for tokens, labels in zip(first["tokens"], first["labels"], strict=True):
+        assert labels[:-1] == tokens[1:]
 
 
 def test_the_provider_takes_the_chunk_of_a_virtual_pipeline() -> None:
