@@ -191,6 +191,21 @@ class StreamDataHooks:
             )
         if module.automatic_optimization:
             self._check_accumulation(trainer)
+        self._check_validation(trainer)
+
+    def _check_validation(self, trainer: Any) -> None:
+        """Raise ConfigError where validation waits for the end of an epoch that never comes."""
+        if not (trainer.enable_validation and has_data(self._config, "valid")):
+            return
+        has_end = self._open_batches().loader.dataset.num_samples is not None
+        at_end_of_epoch = trainer.val_check_interval == 1.0
+        # a number of batches makes epochs of an endless stream too
+        cuts_epochs = isinstance(trainer.limit_train_batches, int)
+        if at_end_of_epoch and not (has_end or cuts_epochs):
+            raise ConfigError(
+                "the stream has no end, where the Trainer would validate, so it would never validate: give "
+                "it val_check_interval=COUNT, a number of micro-batches, or limit_val_batches=0"
+            )
 
     def _check_accumulation(self, trainer: Any) -> None:
         """Raise ConfigError where optimizer steps would be of other sizes than global batches."""

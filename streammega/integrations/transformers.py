@@ -123,6 +123,8 @@ class StreamTrainerMixin:
         micro_batches = self.args.gradient_accumulation_steps * self.accelerator.num_processes
         global_batch_size = micro_batch_size * micro_batches
         check_phases(self._stream, "the Trainer", global_batch_size)
+        if isinstance(self.eval_dataset, PlaceholderDataset):
+            self.get_eval_dataloader()  # now: what cannot be evaluated would end the run at a step
         return TrainerDataLoader(
             self.accelerator,
             self._stream,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,10 @@ from tests.support.trainer_programs import (
     SIZES,
     STEPS,
     RowLog,
+    accumulation,
     lightning_fit,
     lightning_module,
+    lightning_validate,
     logged,
     rank_environment,
     rows_of,
@@ -370,6 +373,7 @@ def test_what_was_opened_before_a_trainer_said_the_rank_is_opened_again(
     data.trainer = SimpleNamespace(
         distributed_sampler_kwargs={"rank": 1, "num_replicas": 2},
         accumulate_grad_batches=2,
+        enable_validation=False,
         callbacks=[],
         ckpt_path="a.ckpt",
         lightning_module=module,
@@ -443,6 +447,30 @@ def test_evaluation_is_the_whole_split_and_may_be_empty(
     assert len(rows) == len(whole) * SIZES["micro_batch_size"]
     assert 0 <= whole.dataset.samples.num_samples - len(rows) < SIZES["global_batch_size"]
     whole.close()
+
+
+@pytest.mark.guarantee("epochs-repeat-lose")
+def test_a_validation_reads_each_sample_once_over_ranks_or_is_refused(
+    gang: Gang, endless: DataConfig, tmp_path: Path
+) -> None:
+    """An endless stream has no end of an epoch, where Lightning would validate by default."""
+    from streammega.integrations.lightning import StreamDataModule
+
+    folder = folder_of(tmp_path, "run")
+    often = partial(lightning_validate, max_steps=4, val_check_interval=2 * accumulation(2))
+    ranks = gang.run(2, often, endless, folder, 2)
+    whole = StreamDataModule(endless, **SIZES).val_dataloader()
+    expected = sorted(row for batch in whole for row in rows_of(batch))
+    whole.close()
+    assert [len(validations) for validations in ranks] == [2, 2]
+    for number in range(2):
+        assert sorted(ranks[0][number] + ranks[1][number]) == expected
+    with pytest.raises(
+        ConfigError, match=r"would never validate: give it val_check_interval=COUNT"
+    ):
+        lightning_validate(0, endless, folder, 1, max_steps=4)
+    for way in ({"limit_val_batches": 0}, {"limit_train_batches": 8}):
+        lightning_validate(0, endless, folder, 1, max_steps=4, **way)
 
 
 @pytest.mark.guarantee("fabric-saves-loads")

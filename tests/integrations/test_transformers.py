@@ -270,6 +270,23 @@ def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers
         assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.guarantee("trainer-transformers-evaluates")
+@pytest.mark.usefixtures("needs_transformers")
+def test_a_valid_split_of_too_few_samples_is_refused_before_the_first_step(
+    endless: DataConfig, tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    config = replace(endless, split="99,1,0")
+    with accelerate_rank(0, 1):
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 64}
+        arguments = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 4, **settings)
+        trainer = integration.StreamTrainer(model=tiny_model(), args=arguments, stream=config)
+        with pytest.raises(ConfigError, match="less than one global batch of 64"):
+            trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.guarantee("samples-tell-dataset")
 @pytest.mark.usefixtures("needs_transformers")
 def test_losses_by_source_of_a_trainer_of_ones_own_make_up_the_loss(

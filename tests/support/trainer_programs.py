@@ -161,6 +161,40 @@ def lightning_fit(
         return state
 
 
+def lightning_validate(
+    rank: int, config: DataConfig, folder: str, size: int, **options: Any
+) -> list[list[Any]]:
+    """Train some steps with a module that validates; the rows of each of its validations."""
+
+    class Validating(type(lightning_module(RowLog(folder, rank)))):  # type: ignore[misc]
+        def on_validation_epoch_start(self) -> None:
+            validations.append([])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validations[-1] += rows_of(batch)
+
+    from pytorch_lightning import Trainer
+
+    from streammega.integrations.lightning import StreamDataModule
+
+    validations: list[list[Any]] = []
+    with rank_environment(rank, size):
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=size,
+            strategy="ddp" if size > 1 else "auto",
+            accumulate_grad_batches=accumulation(size),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **options,
+        )
+        trainer.fit(Validating(), datamodule=StreamDataModule(config, **SIZES))
+    return validations
+
+
 def lightning_train(
     rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
 ) -> dict[str, Any]:
