@@ -60,13 +60,17 @@ class MicroSteps:
         """Raise ConfigError if excluded samples cut a global batch, or the data has no whole one."""
         self._check_excluded(0)
         available = self.samples.num_samples
-        if self.num_samples == 0:
-            raise ConfigError(
-                f"{self.split} holds {available} samples, "
-                f"less than one global batch of {self.schedule.global_batch_size}; lower "
-                f"global_batch_size or ask for more samples"
-            )
         reads_once = self.split != "train" and self.config.num_samples is None
+        if self.num_samples == 0:
+            more = (
+                f"give {self.split} a larger share in split"
+                if reads_once
+                else "ask for more samples"
+            )
+            raise ConfigError(
+                f"{self.split} holds {available} samples, less than one global batch of "
+                f"{self.schedule.global_batch_size}; lower its global_batch_size, or {more}"
+            )
         if reads_once and self.num_samples != available and self.dp_rank == 0:
             assert self.num_samples is not None
             assert available is not None
