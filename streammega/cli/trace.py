@@ -94,18 +94,26 @@ def trace(
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
     ] = None,
+    text: Annotated[
+        bool,
+        typer.Option(
+            "--text",
+            help="With --step and --sample: show the text, by the tokenizer that the data names.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the documents that a step of a run reads, or the steps that read a document.
 
-    The order is computed, so no log of the run is needed. Only .idx files are read, and with
-    --tokenizer also tokens.
+    The order is computed, so no log of the run is needed. Only .idx files are read, and with --text
+    or --tokenizer also tokens.
     """
     from streammega.train.config import load_run
 
     _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
     _check_belongs("--steps", steps, "--find or --excluded", find or excluded or None)
+    _check_belongs("--text", text or None, "--step or --sample", None if find or excluded else 1)
     settings = _chosen_run(load_run(config, overrides or []), validation)
     model = _load(tokenizer)
     with show_progress("opening") as progress:
@@ -120,6 +128,7 @@ def trace(
                 report = uses_report(run, documents, searched, progress)
             else:
                 samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
+                model = model or (_needed_tokenizer(run) if text else None)
                 decode = None if model is None else model.decode
                 report = trace_report(run, samples, _range("--tokens", tokens), decode, progress)
         except IndexError as error:  # no sample or document has the number that was given
@@ -222,15 +231,28 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
     return load_tokenizer(tokenizer)
 
 
-def _own_tokenizer(run: TracedRunFile) -> Tokenizer | None:
-    """The tokenizer of all datasets of a run, if one of them has a copy of it."""
+def _own_tokenizer(run: TracedRunFile, *, by_name: bool = False) -> Tokenizer | None:
+    """The tokenizer of all datasets of a run, if one of them has a copy of it; by_name: or else by its
+    name.
+    """
     from streammega.convert.tokenize.of_dataset import tokenizer_of
 
     provenance = run.provenance
     manifests = [provenance.manifest(number) for number in range(len(provenance.datasets))]
     if len({frozenset(manifest.tokenizers) for manifest in manifests}) != 1:
         return None
-    model, _ = tokenizer_of(manifests[0], provenance.config.storage, by_name=False)
+    model, _ = tokenizer_of(manifests[0], provenance.config.storage, by_name=by_name)
+    return model
+
+
+def _needed_tokenizer(run: TracedRunFile) -> Tokenizer:
+    """The tokenizer that the data names. Raises ConfigError where it names none, or several."""
+    model = _own_tokenizer(run, by_name=True)
+    if model is None:
+        raise ConfigError(
+            "--text: the manifests of the data name no tokenizer that can be loaded, or several; name "
+            "it by --tokenizer"
+        )
     return model
 
 

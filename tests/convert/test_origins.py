@@ -485,6 +485,12 @@ def test_the_command_keeps_them_and_trace_prints_and_finds_them(
     capsys.readouterr()
     assert main(["trace", "run.toml", "--step", "1"]) == 0
     assert re.search(r"\[0, 2\) +2  a.jsonl:\d  a\d", capsys.readouterr().out)
+    assert main(["trace", "run.toml", "--step", "1", "--tokenizer", "bytes"]) == 0
+    named = capsys.readouterr().out
+    assert main(["trace", "run.toml", "--step", "1", "--text"]) == 0
+    assert capsys.readouterr().out == named, "the manifest names it"
+    assert main(["trace", "run.toml", "--find", "a3", "--text"]) == 1
+    assert "goes with --step or --sample" in capsys.readouterr().err
     for words in ("a3", "a.jsonl:4"):
         assert main(["trace", "run.toml", "--find", words]) == 0
         title = "document 3, document_tokens 2\n    origin: a.jsonl:4\n    id: a3\n"
