@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from streammega.cli.options import (
     AsJson,
     StorageFile,
     StorageOption,
+    check_name,
     settings_from,
     show_progress,
     storage_config,
@@ -63,12 +65,21 @@ CONNECTION_RATE = 90e6
 """Bytes a second of one connection: what S3 advises to count on."""
 PREFIX_REQUESTS_PER_S = 5500.0
 """Reads a second that S3 answers for each prefix before it refuses some."""
+DOLLARS_OF_A_REQUEST = 0.4e-6
+"""What a GET of S3 Standard costs in us-east-1; bytes are free within a region."""
 SIMULATED_RANKS = 4
 SIMULATED_SAMPLES = 65_536
 """Samples of each simulated rank, from the first on."""
 START_SECONDS = 10.0
 """Seconds after the opening whose requests are counted apart."""
 SHOWN_DATASETS = 5
+ACCEPTED_WAIT = 0.001
+"""The share of the time that ranks may wait for data, as in `bench`."""
+LATE_START_SECONDS = 10.0
+BUSY_NETWORK = 0.5
+"""The share of a node's network interface above which it is advised to have more of it."""
+WIDTH = 100
+"""Columns of the report for people."""
 BLEND_FILE = ".toml"
 MAX_DATASETS = 32_766
 MAX_SHARDS = 1_000_000
@@ -138,14 +149,16 @@ def simulate(
     storage_file: StorageFile = None,
     **settings: Any,
 ) -> None:
-    """Forecast a run on a cluster: start, waits, requests, bytes, memory, shuffling.
+    """What will a run on a cluster ask of its storage? Waits, requests, bytes, memory, US dollars.
 
-    No data and no cluster are needed. Some ranks are simulated by the code that reads.
+    No data and no cluster are needed. Some ranks are simulated by the code that reads. The report
+    begins with what to change first.
     """
     flags = {name: value for name, value in settings.items() if _is_given(context, name)}
     values: dict[str, Any] = settings_from(Simulation, flags)
     words: Any = blend
     if len(blend) == 1 and blend[0].endswith(BLEND_FILE):
+        check_name(blend[0])
         table = _read_file(blend[0])
         words = table.pop("blend")
         values = table | values
@@ -153,7 +166,8 @@ def simulate(
     with show_progress("reading manifests") as progress:
         datasets = _read_blend(words, storage_config(storage, storage_file, looks_only=True))
         report = forecast(datasets, simulation, progress)
-    show_report(report, as_json=as_json)
+    summary = "" if as_json else forecast_text(report)
+    show_report(report if as_json else {}, summary=summary, as_json=as_json)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -233,6 +247,7 @@ def _stored_dataset(name: str, weight: float | None, storage: StorageConfig) -> 
     from streammega.storage import open_store
 
     name = name.removesuffix(MANIFEST)
+    check_name(name)
     store, key = open_store(name + MANIFEST, storage)
     body = bytes(store.read(key, [(0, store.info(key).size)])[0])
     try:
@@ -291,13 +306,19 @@ def forecast(
     run = _plan_run(datasets, settings)
     reads = _simulate(datasets, run, progress)
     start, notes = _start(run, reads)
+    notes += _notes_on_memory(reads)
+    reading = _reading(run, reads)
+    prefixes = _busiest_prefixes(datasets, run, reads)
+    bytes_of_a_token = float(run.shares @ reads.token_bytes)
+    node_rate = bytes_of_a_token * settings.tokens_per_s * settings.ranks_per_node
     return {
-        "notes": notes + _notes_on_memory(reads),
+        "change_first": _changes(start, reading, prefixes, notes, node_rate / run.nic),
+        "notes": notes,
         "run": _about(run, reads, len(datasets), start["opening"]["value"]),
         "start": start,
-        "reading": _reading(run, reads),
+        "reading": reading,
         "whole_run": _whole_run(run, reads),
-        "prefixes": _busiest_prefixes(datasets, run, reads),
+        "prefixes": prefixes,
         "shuffling": list(reads.shuffling),
         "basis": BASIS | {"sampled": _describe_sample(run, reads)},
     }
@@ -442,6 +463,7 @@ def _whole_run(run: Run, reads: SimulatedReads) -> Report:
     trained_bytes = run.trained * float(run.shares @ reads.token_bytes)
     return {
         "requests": _row(all_requests, "", SAMPLED),
+        "price_of_requests": _row(all_requests * DOLLARS_OF_A_REQUEST, "USD", SAMPLED),
         "egress": _row(all_bytes / GB, "GB", SAMPLED),
         "egress_for_each_byte_trained": _row(all_bytes / trained_bytes, "", SAMPLED),
         "bytes_of_a_node": _row(all_bytes / settings.nodes / GB, "GB", SAMPLED),
@@ -517,3 +539,158 @@ def _describe_sample(run: Run, reads: SimulatedReads) -> str:
         f"micro-batches; 'later' is the second half of them; shuffling is of the first "
         f"{reads.shuffled_samples:,} samples"
     )
+
+
+def _changes(
+    start: Report,
+    reading: Report,
+    prefixes: Sequence[Report],
+    notes: Sequence[str],
+    needed_share: float,
+) -> list[str]:
+    """What to change first; that nothing need be changed where ranks do not wait. needed_share: of a
+    node's network interface, by ranks that never wait.
+    """
+    bound, *about_memory = notes
+    lines = list(about_memory)
+    if needed_share > BUSY_NETWORK:
+        lines.append(
+            "a faster network (--nic-gbit), or fewer ranks on a node: they need "
+            f"{100 * needed_share:.0f} % of its interface"
+        )
+    for prefix in prefixes:
+        if prefix["requests_a_second_later"] > PREFIX_REQUESTS_PER_S:
+            lines.append(
+                f"more prefixes for {prefix['dataset']}: it is asked more than the "
+                f"{PREFIX_REQUESTS_PER_S:,.0f} times a second that S3 answers for each"
+            )
+    if start["opening"]["value"] > LATE_START_SECONDS:
+        lines.append(
+            "open the data once for all ranks (--opening together), or from the file that "
+            f"`streammega manifest` writes: {bound.partition(':')[0]}"
+        )
+    if not lines and reading["wait_share_later"]["value"] > ACCEPTED_WAIT:
+        lines.append("a storage that is nearer or faster (--latency-ms): ranks wait for answers")
+    return lines or ["nothing: ranks do not wait for data"]
+
+
+def forecast_text(report: Report) -> str:
+    """The report for people, on one screen: what each line means, and what to change first."""
+    run, start, reading, total = (
+        {name: row["value"] for name, row in report[part].items()}
+        for part in ("run", "start", "reading", "whole_run")
+    )
+    slack = reading["answers_may_be_late_by"]
+    bound = report["notes"][0].partition(": ")[0].removeprefix("the opening is ")
+    waits = "storage keeps up"
+    if reading["wait_share_later"] > ACCEPTED_WAIT:
+        waits = "storage does not keep up"
+    sections = {
+        "start": [
+            ("opening", f"{start['opening']:.3g} s", f"ranks know their data; {bound}"),
+            ("first batch", f"{start['first_batch']:.3g} s", "every rank has one"),
+            (
+                "requests",
+                f"{start['requests_after_opening']:,.0f} /s",
+                f"of all ranks, in the {START_SECONDS:.0f} s after the opening",
+            ),
+        ],
+        "reading": [
+            (
+                "waits at first",
+                f"{100 * reading['wait_share_at_first']:.2f} %",
+                "of the time, in the first half of what was simulated",
+            ),
+            (
+                "waits later",
+                f"{100 * reading['wait_share_later']:.2f} %",
+                "of the time, in its second half: so the run goes on",
+            ),
+            (
+                "slack",
+                "" if slack is None else f"{slack:,.3g} s",
+                "so late may an answer be, and no rank waits",
+            ),
+            (
+                "requests",
+                f"{reading['requests']:,.3g} /s",
+                f"of all ranks; S3 answers {PREFIX_REQUESTS_PER_S:,.0f} a second for each prefix",
+            ),
+            (
+                "bytes of a node",
+                f"{reading['bytes_of_a_node']:,.3g} MB/s",
+                f"{100 * reading['share_of_network_interface']:.2g} % of its network interface",
+            ),
+            (
+                "memory of a rank",
+                f"{reading['memory_of_a_rank']:,.3g} MB",
+                f"for tokens read ahead; of a node {reading['memory_of_a_node']:,.3g} MB",
+            ),
+        ],
+        "all of the run": [
+            (
+                "requests",
+                f"{total['requests']:,}",
+                f"{total['price_of_requests']:,.2f} US dollars, at {1e6 * DOLLARS_OF_A_REQUEST:.2f} "
+                "for a million (S3 Standard, us-east-1)",
+            ),
+            (
+                "bytes",
+                f"{_in_digits(total['egress'])} GB",
+                f"{total['egress_for_each_byte_trained']:.2f} for each that is trained; "
+                "free within a region of S3",
+            ),
+        ],
+        "shuffle, and that of a full shuffle": [
+            (
+                row["figure"],
+                _in_digits(row["this_order"]),
+                f"{_in_digits(row['full_shuffle'])}; {row['meaning']}",
+            )
+            for row in report["shuffling"]
+        ],
+        "most requests": [
+            (
+                _shortened(row["dataset"]),
+                f"{row['requests_a_second_later']:,.3g} /s",
+                f"{row['requests_to_open']:,} to open; {row['requests_a_second_at_first']:,.0f} /s "
+                "at first",
+            )
+            for row in report["prefixes"]
+        ],
+    }
+    lines = [
+        f"{_in_letters(run['tokens'] * 1e9)} tokens, {run['ranks']:,} ranks on {run['nodes']:,} nodes: "
+        f"{_in_digits(run['time'])} days; epochs of all data: {_in_digits(run['epochs_of_all_data'])}",
+        f"{waits}: ranks wait for data {100 * reading['wait_share_later']:.2f} % of the time",
+        "change first:",
+    ]
+    for change in report["change_first"]:
+        lines += textwrap.wrap(f"- {change}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    for title, rows in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<16} {value:>12}  {words}" for name, value, words in rows]
+    words = (
+        f"how sure: {report['basis']['sampled']}; times are of a model without jitter and errors"
+    )
+    return "\n".join([*lines, *textwrap.wrap(words, WIDTH)])
+
+
+def _shortened(name: str) -> str:
+    """The end of a name, as long as a column is."""
+    return name if len(name) <= 16 else f"…{name[-15:]}"
+
+
+def _in_letters(count: float) -> str:
+    """A number of tokens as options have it: 15T, 2.5G."""
+    for letter in "TGMK":
+        if count >= DECIMAL[letter.lower()]:
+            return f"{count / DECIMAL[letter.lower()]:.4g}{letter}"
+    return f"{count:.0f}"
+
+
+def _in_digits(value: float | None) -> str:
+    """A number without an exponent, in three digits or more."""
+    if value is None:
+        return "too few"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from streammega.apps.simulate import Simulation
 from streammega.cli.main import main
 from streammega.cli.render import show_report
 from tests.support.builders import write_dataset, write_manifest
@@ -44,7 +47,11 @@ def test_a_run_that_is_simulated_whole_reads_every_byte_once(
     )
     assert value(report, "start", "first_batch") > value(report, "start", "opening") > 0
     assert "4 of 8 ranks" in report["basis"]["sampled"]
-    assert len(report["shuffling"]) == 5
+    assert [row["figure"] for row in report["shuffling"]] == [
+        "places",
+        "neighbours",
+        "domain drift",
+    ]
 
 
 @pytest.mark.guarantee("simulate-limits")
@@ -111,8 +118,49 @@ def test_a_manifest_and_a_file_of_settings_are_read(
     assert value(report, "run", "tokens") == pytest.approx(3e-4)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "web=10m code=3m --nodes 2 --train-tokens 20m",
+        "a-dataset-with-a-long-name-in-a-bucket=700m*12 --nodes 1280",
+        "web=1m --ranks-per-node 2 --train-tokens 1k --latency-ms 3000 --tokens-per-s 1e9",
+    ],
+)
+def test_a_forecast_for_people_fits_a_screen_and_begins_with_what_to_change(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words.split(), *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "storage" in lines[1]
+    assert lines[2] == "change first:"
+    assert lines[3].startswith("  - ")
+    (price,) = [line for line in lines if "US dollars" in line]
+    assert "at 0.40 for a million (S3 Standard, us-east-1)" in price
+    rows = [line for line in lines[4:] if line.startswith("  ") and not line.startswith("    ")]
+    assert all(re.fullmatch(r"  .{16} .+  \S.+", row) for row in rows), "a name, a value, words"
+
+
+def test_what_to_change_follows_from_what_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["web=8m", "--ranks-per-node", "2", *SMALL]
+    calm = forecast(capsys, *words)
+    assert calm["change_first"] == ["nothing: ranks do not wait for data"]
+    price = value(calm, "whole_run", "price_of_requests")
+    assert price == pytest.approx(value(calm, "whole_run", "requests") * 0.4e-6)
+    words[0] = "web=40m"
+    narrow = forecast(capsys, *words, "--nic-gbit", "0.001", "--tokens-per-s", "1e6")
+    assert "--nic-gbit" in narrow["change_first"][0]
+    slow = forecast(capsys, *words, "--latency-ms", "30000", "--tokens-per-s", "1e6")
+    assert "open the data once for all ranks (--opening together)" in " ".join(slow["change_first"])
+
+
+def test_simulate_has_ten_settings_at_most() -> None:
+    assert len(fields(Simulation)) <= 10
+
+
 WRONG = [
-    (["web"], "web.manifest.json"),
+    (["web"], "web: no run's file, dataset or folder has this name"),
     (["web=many"], "write 15T"),
     (["web=0"], "write 15T"),
     (["0.7"], "ends with a weight"),
