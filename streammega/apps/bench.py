@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from streammega.cli.options import (
-    RUN_SUFFIX,
+    OF_DATASETS,
     AsJson,
+    DataWords,
+    SequenceLength,
     StorageFile,
     StorageOption,
+    load_data,
     show_progress,
-    storage_config,
 )
 from streammega.cli.render import Report, show_report
 from streammega.errors import ConfigError, StreammegaError
@@ -26,6 +28,7 @@ from streammega.errors import ConfigError, StreammegaError
 if TYPE_CHECKING:
     from streammega import DataConfig, StreamLoader
     from streammega.cli.progress import ProgressDisplay
+    from streammega.train.config import RunConfig
 
 ACCEPTED_SHARE = 0.001
 """The share of the time that a run may wait for data."""
@@ -67,61 +70,41 @@ class Change(NamedTuple):
 
 
 def bench(
-    blend: Annotated[
-        list[str],
-        typer.Argument(
-            help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b. Or a run's TOML file, and "
-            "settings over it: section.name=value."
-        ),
-    ],
+    words: DataWords,
     tokens_per_second_per_gpu: Annotated[
         float | None, typer.Option(min=1, help="The tokens that one GPU trains in a second.")
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds to read.")] = 20.0,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample.", show_default="4096")
-    ] = None,
+    sequence_length: SequenceLength = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a micro-batch.", show_default="4")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Samples of a micro-batch.",
+            show_default="4",
+            rich_help_panel=OF_DATASETS,
+        ),
     ] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Measure the loader on your own data and machine, against what a run needs.
+    """Does data come fast enough here? Measures the loader against what a run needs.
 
     Reads as rank 0 of a run: at full speed, then at the rate that the run needs. Exit status 1 if
     the loader does not reach that rate. Changes of settings are tried, and advised if they help.
     Ctrl-C prints what was measured so far.
     """
-    options = {
-        "--sequence-length": sequence_length,
-        "--micro-batch-size": micro_batch_size,
-        "--storage": storage,
-        "--storage-file": storage_file,
-    }
     per_gpu = tokens_per_second_per_gpu or 0.0
-    if blend[0].endswith(RUN_SUFFIX):
-        for name, value in options.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name}: {blend[0]} decides it; to change it, write section.name=value after "
-                    f"the file"
-                )
-        setup = _setup_of_run(blend[0], blend[1:], per_gpu, gpus)
+    sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
+    data, run = load_data(words, storage, storage_file, options=sizes)
+    if run is not None:
+        setup = _setup_of_run(words[0], run, per_gpu, gpus)
     else:
-        from streammega import DataConfig
-
         size = micro_batch_size or 4
-        data = DataConfig(
-            blend=blend if len(blend) > 1 else [blend[0]],
-            sequence_length=sequence_length or 4096,
-            split="1,0,0",
-            storage=storage_config(storage, storage_file),
-        )
-        has_default_sizes = sequence_length is None or micro_batch_size is None
-        setup = Setup(" ".join(blend), data, size, size * gpus, gpus, per_gpu, has_default_sizes)
+        has_default_sizes = None in sizes.values()
+        setup = Setup(" ".join(words), data, size, size * gpus, gpus, per_gpu, has_default_sizes)
     report: Report = {}
     code = 0
     with show_progress("starting", line_every=2.0) as progress:
@@ -142,11 +125,9 @@ def bench(
     raise typer.Exit(code)
 
 
-def _setup_of_run(path: str, overrides: list[str], per_gpu: float, gpus: int) -> Setup:
+def _setup_of_run(path: str, run: RunConfig, per_gpu: float, gpus: int) -> Setup:
     from streammega.config import ORDERS
-    from streammega.train.config import load_run
 
-    run = load_run(path, overrides)
     ranks_of_a_loader = run.parallel.tp * run.parallel.cp * run.parallel.pp
     dp_size = max(1, gpus // ranks_of_a_loader)
     data = run.data

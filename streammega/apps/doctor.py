@@ -5,38 +5,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
 from streammega.cli.options import (
-    RUN_SUFFIX,
     AsJson,
-    Overrides,
+    DataWords,
     StorageFile,
     StorageOption,
+    load_data,
     show_progress,
-    storage_config,
 )
 from streammega.cli.render import Report, as_text, show_report
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
-
-if TYPE_CHECKING:
-    from streammega import DataConfig
 
 COUNTS = ("faults", "warnings")
 
 
 def doctor(
-    url: Annotated[
-        str,
-        typer.Argument(
-            help="A bucket, a dataset, a manifest, a folder or an object, path or URL; or a run's TOML "
-            "file."
-        ),
-    ],
-    overrides: Overrides = None,
+    words: DataWords,
     write: Annotated[
         bool,
         typer.Option(
@@ -50,29 +40,17 @@ def doctor(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Check access, storage and this machine, and recommend settings.
+    """Can this machine train from a bucket or dataset, and how fast? Checks access and storage.
 
-    Prints faults first, then what would help most. Exit status 1 if there is a fault. Of a run the
-    first dataset is examined; data in other buckets is named.
+    Prints faults first, then what would help most, and the settings that fit. Looks at this
+    machine too. Exit status 1 if there is a fault. A bucket or any object may be named. Of a run,
+    and of several datasets, the first dataset is examined; data in other buckets is named.
     """
     from streammega.apps.checks import Examination
 
-    elsewhere: list[str] = []
-    if url.endswith(RUN_SUFFIX):
-        for name, value in (("--storage", storage), ("--storage-file", storage_file)):
-            if value is not None:
-                raise ConfigError(
-                    f"{name}: {url} decides it; to change it, write section.name=value after the file"
-                )
-        data = _data_of(url, overrides or [])
-        url, *elsewhere = _first_of_each_bucket(data)
-        settings = data.storage.for_url(url)
-    elif overrides:
-        raise ConfigError(
-            f"{overrides[0]}: settings are for a run's file ({RUN_SUFFIX}); leave it out"
-        )
-    else:
-        settings = storage_config(storage, storage_file)
+    data, _ = load_data(words, storage, storage_file, options={})
+    url, *elsewhere = _first_of_each_bucket(data)
+    settings = data.storage.for_url(url)
     log = logging.getLogger("streammega")
     if log.level == logging.WARNING:
         log.setLevel(logging.ERROR)  # the findings say the same
@@ -86,12 +64,6 @@ def doctor(
     show_report(report if as_json else {}, summary=text, as_json=as_json)
     if report["faults"]:
         raise typer.Exit(1)
-
-
-def _data_of(path: str, overrides: Sequence[str]) -> DataConfig:
-    from streammega.train.config import load_run
-
-    return load_run(path, overrides).data
 
 
 def _first_of_each_bucket(data: DataConfig) -> list[str]:

@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streammega.cli.options import (
-    RUN_SUFFIX,
-    Overrides,
+    DataWords,
+    GlobalBatchSize,
+    OrderName,
+    Seed,
+    SequenceLength,
     StorageFile,
     StorageOption,
+    load_data,
+    one_epoch,
     show_progress,
-    storage_config,
 )
 from streammega.cli.render import print_data
 from streammega.errors import ConfigError, StreammegaError
@@ -47,10 +51,7 @@ STYLE = Path(__file__).parent / "view_templates" / "style.css"
 
 
 def view(
-    where: Annotated[
-        str, typer.Argument(metavar="RUN.toml|PREFIX", help="A run's TOML file, or a dataset.")
-    ],
-    overrides: Overrides = None,
+    words: DataWords,
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, help="The port of the site.", show_default="a free one"),
@@ -62,32 +63,37 @@ def view(
         str | None,
         typer.Option(help="The tokenizer; by default the one that each manifest names."),
     ] = None,
+    sequence_length: SequenceLength = None,
+    global_batch_size: GlobalBatchSize = None,
+    order: OrderName = None,
+    seed: Seed = None,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Look at documents, samples and the blend of a run in a browser.
+    """What does a model see? Shows documents, samples and the blend of a run in a browser.
 
     Prints the address of a site that only this machine can reach, and that ends with Ctrl-C. Reads
-    only the ranges that a page shows.
+    only the ranges that a page shows. Of one dataset, without settings, its documents alone.
     """
     import_extra("flask", "view", "view needs Flask")
     from streammega.apps.view_data import Dataset, Run
     from streammega.apps.view_pages import Pages
 
-    is_run = where.endswith(RUN_SUFFIX)
-    for name, value in (("--storage", storage), ("--storage-file", storage_file)):
-        if is_run and value is not None:
-            raise ConfigError(f"{name}: is for datasets, and {where} is a run's file; leave it out")
-    if overrides and not is_run:
-        raise ConfigError(
-            f"{overrides[0]}: settings are for a run's file ({RUN_SUFFIX}); leave it out"
-        )
+    options = {
+        "sequence_length": sequence_length,
+        "global_batch_size": global_batch_size,
+        "order": order,
+        "seed": seed,
+    }
+    data, run = load_data(words, storage, storage_file, options=options, looks_only=True)
+    has_settings = any(value is not None for value in options.values())
     with show_progress("opening"):
-        if is_run:
-            pages = Pages(Run(where, overrides or [], tokenizer))
+        if run is None and len(words) == 1 and not has_settings:
+            pages = Pages(Dataset(words[0], data.storage, tokenizer))
         else:
-            settings = storage_config(storage, storage_file, looks_only=True)
-            pages = Pages(Dataset(where, settings, tokenizer))
+            name = words[0] if run else " ".join(words)
+            run = run or one_epoch(data, global_batch_size)
+            pages = Pages(Run(name, run, tokenizer))
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(port))
         token = secrets.token_urlsafe(32)

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega import DataConfig, IndexedDataset, StorageConfig
-from streammega.cli.options import quick
 from streammega.config import ORDERS
 from streammega.convert import tokenizer_of
 from streammega.errors.cached_property import cached_property
@@ -271,16 +270,12 @@ class Sample(NamedTuple):
 
 
 class Run:
-    """The training split of a run, as its trainer reads it. Raises what `load_run` and Provenance
-    raise.
-    """
+    """The training split of a run, as its trainer reads it. Raises what Provenance raises."""
 
-    def __init__(self, path: str, overrides: Sequence[str], tokenizer: str | None) -> None:
-        self.name = path
+    def __init__(self, name: str, run: RunConfig, tokenizer: str | None) -> None:
+        self.name = name
         from streammega import Provenance
-        from streammega.train.config import load_run
 
-        run = load_run(path, overrides)
         train = run.train
         self.config = replace(run, data=_data_of(run))
         self.provenance = Provenance(self.config.data, "train", train.global_batch_size)
@@ -427,14 +422,9 @@ class Run:
 
 
 def _data_of(run: RunConfig) -> DataConfig:
-    """The data of training with the fields that a page shows, which does not wait for minutes for an
-    endpoint that fails.
-    """
-    data = run.data
-    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
-    data = replace(data, storage=quick(data.storage), storage_by_prefix=others)
+    """The data of training with the fields that a page shows."""
     # without a mask of attention, which is large, and follows from the documents
-    data = replace(data, fields=None)
+    data = replace(run.data, fields=None)
     data = replace(data, fields=list(data.field_names), columns=())
     if data.num_samples is None and not ORDERS[data.order].is_endless:
         data = replace(data, num_samples=run.num_samples())

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, StorageFile, StorageOption, show_progress, storage_config
+from streammega.cli.options import (
+    AsJson,
+    StorageFile,
+    StorageOption,
+    check_name,
+    show_progress,
+    storage_config,
+)
 from streammega.cli.render import print_data, print_text, show_report
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.logs import get_logger
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
     from streammega.dataset.column_reader import ColumnReader
+    from streammega.dataset.verify import VerifyReport
 
 log = get_logger(__name__)
 
@@ -60,15 +68,17 @@ def verify(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Check a dataset: structure, bounds, checksums, ids, the ends of documents.
+    """Is a dataset sound? Checks structure, bounds, checksums, ids and the ends of documents.
 
-    Exit status 1 if something is wrong.
+    The first line says that it is sound; or what is damaged, where, and what to do. Exit status 1
+    if something is wrong.
     """
     from streammega.dataset.manifest import read_blend_file
     from streammega.dataset.names import MANIFEST
     from streammega.dataset.verify import VerifyReport, shards_of
     from streammega.dataset.verify import verify as run
 
+    check_name(name)
     settings = storage_config(storage, storage_file)
     # find the dataset at once, or say so: the check itself waits for minutes
     quick_look = storage_config(storage, storage_file, looks_only=True)
@@ -92,13 +102,31 @@ def verify(
                 known=known,
             )
         reports.append(checked)
-        state = pluralize(len(checked.problems), "problem") if checked.problems else "sound"
-        if blend is None or not as_json:
-            show_report(asdict(checked), summary=f"{checked.name}: {state}", as_json=as_json)
+    damaged = [checked for checked in reports if checked.problems]
     if blend is not None and as_json:
         show_report({"datasets": list(map(asdict, reports))}, as_json=True)
-    if any(checked.problems for checked in reports):
+    elif as_json:
+        show_report(asdict(reports[0]), as_json=True)
+    else:
+        if blend is not None:
+            state = f"{len(damaged)} of {pluralize(len(reports), 'dataset')} damaged"
+            print_text(f"{redact(name)}: {state if damaged else 'sound'}")
+        for checked in sorted(reports, key=lambda checked: not checked.problems):
+            _show_verified(checked)
+    if damaged:
         raise typer.Exit(1)
+
+
+def _show_verified(checked: VerifyReport) -> None:
+    """Print a report that begins with its verdict: the first problem, if there is one."""
+    state = "sound"
+    problems = checked.problems
+    if problems:
+        more = f" ({pluralize(len(problems) - 1, 'more problem')} below)" if problems[1:] else ""
+        state = f"damaged{more}: {problems[0]}"
+    figures = asdict(checked)
+    del figures["name"], figures["problems"]
+    show_report({"problems": problems[1:], **figures}, summary=f"{checked.name}: {state}")
 
 
 def gc(
@@ -259,6 +287,7 @@ def cat(
     settings = storage_config(storage, storage_file, looks_only=True)
     several = len(ranges) > 1 or any(first < last for _, first, last in ranges)
     for name, first, last in ranges:
+        check_name(name)
         with show_progress("opening"):
             indexed = IndexedDataset(name, settings)
         shown = redact(name)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from streammega.cli.options import (
     RUN_SUFFIX,
     AsJson,
+    DataWords,
     StorageFile,
     StorageOption,
+    load_data,
     show_progress,
-    storage_config,
 )
 from streammega.cli.plotting import check_plot_name, draw_lengths
 from streammega.cli.render import Report, print_text, show_report
@@ -23,12 +24,13 @@ from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, Str
 from streammega.errors.redaction import redact_urls, without_queries
 
 if TYPE_CHECKING:
-    from streammega.config import StorageConfig
+    from streammega.config import DataConfig, StorageConfig
     from streammega.convert.documents import RawDocument, Tokens
     from streammega.convert.tokenize.tokenizers import Tokenizer
     from streammega.dataset import IndexedDataset
     from streammega.dataset.columns import StoredColumn
     from streammega.dataset.manifest import PinnedBlend
+    from streammega.train.config import RunConfig
 
 FORMATS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
 SHOWN_CHARACTERS = 200
@@ -37,13 +39,7 @@ SHOWN_TOKENS = 32
 
 
 def describe(
-    prefix: Annotated[
-        str,
-        typer.Argument(
-            help="A dataset: a prefix, a manifest, a folder; an input of any format; or a run's "
-            "TOML file."
-        ),
-    ],
+    words: DataWords,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -66,33 +62,33 @@ def describe(
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Describe a dataset, an input file, or the phases of a run.
+    """What is in a dataset, or what does a run take from its datasets? Counts, sizes, first tokens.
 
-    For a dataset: counts, dtype, sizes, first tokens and document lengths. For a run: what each
-    phase takes from each dataset.
+    For a run, each phase: is it mixed well, and what it takes from each dataset. For several
+    datasets, a line each. An input of any format that convert reads may be named too.
     """
-    if prefix.endswith(RUN_SUFFIX):
-        for name, value in (
-            ("--tokenizer", tokenizer),
-            ("--plot", plot),
-            ("--tokens", tokens),
-            ("--storage", storage),
-            ("--storage-file", storage_file),
-        ):
+    data, run = load_data(words, storage, storage_file, options={}, looks_only=True)
+    if run is not None or len(words) > 1:
+        what = "a run's file" if run else "several words"
+        for name, value in (("--tokenizer", tokenizer), ("--plot", plot), ("--tokens", tokens)):
             if value is not None:
                 raise ConfigError(
-                    f"{name} is for datasets, and {prefix} is a run's file; leave it out"
+                    f"{name} is for one dataset, and {words[0]} is {what}; leave it out"
                 )
-        _describe_run(prefix, last_step, as_json=as_json)
+    if run is not None:
+        _describe_run(words[0], run, last_step, as_json=as_json)
         return
     if last_step is not None:
-        raise ConfigError(f"--last-step needs a run file ({RUN_SUFFIX}); {prefix!r} is not one")
+        raise ConfigError(f"--last-step needs a run file ({RUN_SUFFIX}); {words[0]!r} is not one")
+    if len(words) > 1:
+        _describe_datasets(" ".join(words), data, as_json=as_json)
+        return
     _describe_dataset(
-        prefix,
+        words[0],
         tokenizer,
         plot,
         SHOWN_TOKENS if tokens is None else tokens,
-        storage_config(storage, storage_file, looks_only=True),
+        data.storage,
         as_json=as_json,
     )
 
@@ -132,17 +128,28 @@ def _describe_blend(url: str, blend: PinnedBlend, *, as_json: bool) -> None:
     show_report({"blend": url, "datasets": rows}, as_json=as_json)
 
 
-def _describe_run(path: str, last_step: int | None, *, as_json: bool) -> None:
-    from streammega.cli.trace import check_step, open_run, phases_report
-    from streammega.train.config import load_run
+def _describe_datasets(words: str, data: DataConfig, *, as_json: bool) -> None:
+    from streammega.dataset.manifest import PinnedBlend
+    from streammega.dataset.opening import open_manifests
 
-    settings = load_run(path)
+    segment = data.segments("train")[0]
+    names = segment.datasets
+    with show_progress("opening"):
+        manifests = dict(zip(names, open_manifests(names, data.storage), strict=True))
+    weights = dict(zip(names, segment.weights or (), strict=False))
+    blend = PinnedBlend([(name, weights.get(name)) for name in names], None, manifests)
+    _describe_blend(words, blend, as_json=as_json)
+
+
+def _describe_run(path: str, settings: RunConfig, last_step: int | None, *, as_json: bool) -> None:
+    from streammega.cli.trace import check_step, open_run, phases_report, show_phases
+
     with show_progress("opening") as progress:
         run = open_run(settings, "train", None)
         check_step(run, "--last-step", last_step)
         progress.begin("counting")
         report = {"run": path, **phases_report(run, last_step or run.last_step)}
-    show_report(report, as_json=as_json)
+    show_phases(report, as_json=as_json)
 
 
 def _describe_dataset(

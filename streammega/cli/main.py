@@ -28,6 +28,7 @@ from streammega.cli.datasets import (
     verify,
 )
 from streammega.cli.describe import describe
+from streammega.cli.options import OF_DATASETS
 from streammega.cli.order_report import order_report
 from streammega.cli.plotting import plot
 from streammega.cli.runs import export, manifest, prepare, train, warmup
@@ -51,7 +52,7 @@ EXIT_CODES = (
     "warnings and progress go to stderr. STREAMMEGA_LOG=DEBUG shows what the library does."
 )
 
-SECTIONS = ("Arguments", INPUTS, TEXT, DOCUMENTS, OUTPUT, WORK, "Options", RARE)
+SECTIONS = ("Arguments", INPUTS, TEXT, DOCUMENTS, OUTPUT, WORK, "Options", RARE, OF_DATASETS)
 """Sections of the help in the order in which people need them; others come after the arguments."""
 MAX_WIDTH = 100
 """Columns of the help."""
@@ -82,7 +83,11 @@ class CompactCommand(TyperCommand):
             panel = getattr(param, "rich_help_panel", None)
             title = panel or f"{param.param_type_name.capitalize()}s"
             if record := param.get_help_record(ctx):
-                rows.append((title, record))
+                name, words = record
+                # the type of an argument tells nothing, and a range stands behind the description
+                if param.param_type_name == "argument":
+                    name = name.partition(" <")[0]
+                rows.append((title, (name.replace(" range>", ">"), words)))
         _write_sections(formatter, rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -160,10 +165,15 @@ COMMANDS = {
     "ls": Command(list_inputs, MAKE, ("streammega ls texts/ 's3://raw/*.parquet'",)),
     "gc": Command(gc, MAKE, ("streammega gc s3://bucket/web --remove",)),
     "describe": Command(
-        describe, LOOK, ("streammega describe s3://bucket/web", "streammega describe run.toml")
+        describe,
+        LOOK,
+        (
+            "streammega describe s3://bucket/web",
+            "streammega describe run.toml train.global_batch_size=512",
+        ),
     ),
     "cat": Command(cat, LOOK, ("streammega cat 's3://bucket/web#0..9'",)),
-    "verify": Command(verify, LOOK, ("streammega verify s3://bucket/web --json",)),
+    "verify": Command(verify, LOOK, ("streammega verify s3://bucket/web",)),
     "cache": Command(cache_app, LOOK, ()),
     "cache ls": Command(cache_ls, LOOK, ("streammega cache ls /nvme/cache",)),
     "cache verify": Command(cache_verify, LOOK, ("streammega cache verify /nvme/cache",)),
@@ -171,17 +181,24 @@ COMMANDS = {
     "doctor": Command(
         doctor,
         RUN,
-        ("streammega doctor s3://bucket/web", "streammega doctor run.toml --write --json"),
+        ("streammega doctor s3://bucket/web", "streammega doctor run.toml --write"),
     ),
     "bench": Command(
         bench,
         RUN,
         (
-            "streammega bench s3://bucket/web",
+            "streammega bench s3://bucket/web --sequence-length 4096",
             "streammega bench run.toml --tokens-per-second-per-gpu 12000 --gpus 8",
         ),
     ),
-    "prepare": Command(prepare, RUN, ("streammega prepare run.toml",)),
+    "prepare": Command(
+        prepare,
+        RUN,
+        (
+            "streammega prepare run.toml",
+            "streammega prepare s3://bucket/web --num-samples 1000000,1000,0",
+        ),
+    ),
     "manifest": Command(
         manifest,
         RUN,
@@ -228,7 +245,7 @@ COMMANDS = {
         UNDERSTAND,
         (
             "streammega trace run.toml --step 3",
-            "streammega trace run.toml --find 's3://bucket/web#17'",
+            "streammega trace s3://bucket/web --find 's3://bucket/web#17'",
         ),
     ),
     "view": Command(

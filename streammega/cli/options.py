@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import glob
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
@@ -10,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streammega.config import StorageConfig, load_storage
-from streammega.config.validate import FieldType, field_docs, field_types, flag_name
+from streammega.config import ORDERS, DataConfig, StorageConfig, load_storage
+from streammega.config.validate import FieldType, field_docs, field_types, flag_name, with_home
 from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.cli.progress import ProgressDisplay
+    from streammega.train.config import RunConfig
 
 StorageOption = Annotated[
     list[str] | None,
@@ -46,6 +50,58 @@ def complete_from(*choices: Any) -> Callable[[str], list[str]] | None:
 
 RUN_SUFFIX = ".toml"
 """Ends the name of a run's file."""
+_OVERRIDE = re.compile(r"(data|model|train|parallel|validation)\.[\w.]+=")
+DataWords = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN.toml|DATASET",
+        help="A run's TOML file, and settings over it: section.name=value. Or datasets, paths or "
+        "URLs: a prefix, a folder, a glob or a manifest; with weights, each after its own: "
+        "0.7 web 0.3 code.",
+    ),
+]
+OF_DATASETS = "Settings of datasets (a run's file has its own)"
+"""The section of the help with settings that a run's file has, and datasets have not."""
+SEQUENCE_LENGTH = 4096
+GLOBAL_BATCH_SIZE = 1024
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of a sample.",
+        show_default=str(SEQUENCE_LENGTH),
+        rich_help_panel=OF_DATASETS,
+    ),
+]
+GlobalBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples of a step.",
+        show_default=str(GLOBAL_BATCH_SIZE),
+        rich_help_panel=OF_DATASETS,
+    ),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The order: {', '.join(ORDERS)}.",
+        show_default="stream",
+        autocompletion=complete_from(*ORDERS),
+        rich_help_panel=OF_DATASETS,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="The seed of the shuffle.", show_default="1234", rich_help_panel=OF_DATASETS),
+]
+Shares = Annotated[
+    str | None,
+    typer.Option(
+        help="The shares of train, valid and test.",
+        show_default="1,0,0",
+        rich_help_panel=OF_DATASETS,
+    ),
+]
 RunFile = Annotated[str, typer.Argument(help="The run's TOML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
@@ -96,6 +152,119 @@ def storage_config(
     return replace(config, storage_options=options, transport=transport)
 
 
+def load_data(
+    words: Sequence[str],
+    storage: Sequence[str] | None = None,
+    storage_file: str | None = None,
+    *,
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    looks_only: bool = False,
+) -> tuple[DataConfig, RunConfig | None]:
+    """What the words of `DataWords` mean: the data, and the run if a run's file names it.
+
+    options: values of options that are for datasets alone, by the names of their parameters; None
+    where the command line has none. Those that DataConfig has are set. settings: more of DataConfig
+    for datasets. looks_only: the command only reads, and does not wait for minutes for storage.
+
+    Raises ConfigError for a name that is neither a run's file nor a dataset, and for an option that
+    has no effect.
+    """
+    first = words[0]
+    if first.endswith(RUN_SUFFIX):
+        refused = {**options, "storage": storage, "storage_file": storage_file}
+        for name, value in refused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: {first} has this setting; to change it, write section.name=value "
+                    "after the file"
+                )
+        check_name(first)
+        from streammega.train.config import load_run
+
+        run = load_run(first, words[1:])
+        if looks_only:
+            run = replace(run, data=quick_data(run.data))
+        return run.data, run
+    for word in words:
+        if _OVERRIDE.match(word):
+            raise ConfigError(
+                f"{word}: settings are for a run's file ({RUN_SUFFIX}), which comes before them"
+            )
+        if word.endswith(RUN_SUFFIX):
+            raise ConfigError(f"{word}: a run's file comes first, and without datasets")
+    # In one text, a weight without a prefix is an error. A prefix with blanks needs a list.
+    has_blanks = any(len(word.split()) != 1 for word in words)
+    values: dict[str, Any] = {
+        "sequence_length": SEQUENCE_LENGTH,
+        "order": "stream",
+        **(settings or {}),
+    }
+    known = {item.name for item in fields(DataConfig)}
+    values |= {key: value for key, value in options.items() if key in known and value is not None}
+    data = DataConfig(
+        blend=list(words) if has_blanks else " ".join(words),
+        storage=storage_config(storage, storage_file, looks_only=looks_only),
+        **values,
+    )
+    for name in data.segments("train")[0].datasets:
+        check_name(name)
+    return data, None
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for the name of a local run's file or dataset if no file has it, nor one that
+    begins with it.
+    """
+    if "://" in name:
+        return
+    path = with_home(name).rstrip("/")
+    is_there = os.path.exists(path) or any(
+        glob.glob(pattern) for pattern in (path, f"{glob.escape(path)}[.-]*")
+    )
+    if is_there or not path:
+        return
+    folder, stem = os.path.split(path)
+    known = set()
+    if os.path.isdir(folder or "."):
+        for entry in os.listdir(folder or "."):
+            is_whole = entry.endswith(RUN_SUFFIX) or os.path.isdir(os.path.join(folder, entry))
+            known.add(
+                entry if is_whole else entry.removesuffix(".manifest.json").removesuffix(".idx")
+            )
+    nearest = difflib.get_close_matches(stem, sorted(known), 1)
+    hint = f"is {os.path.join(folder, nearest[0])} meant?" if nearest else "check the name"
+    raise ConfigError(f"{name}: no run's file, dataset or folder has this name; {hint}")
+
+
+def one_epoch(data: DataConfig, global_batch_size: int | None) -> RunConfig:
+    """A run of as many steps as read the tokens of some datasets once. What they are is looked up, and
+    kept in its data.
+
+    Raises ObjectNotFoundError, FormatError, StorageError.
+    """
+    from streammega.dataset.opening import open_manifests
+    from streammega.samples.pinned import read_blend
+    from streammega.train.config import ModelConfig, RunConfig, TrainConfig
+
+    data = read_blend(data)
+    names = data.segments("train")[0].datasets
+    manifests = open_manifests(names, data.storage, data.manifests)
+    size = GLOBAL_BATCH_SIZE if global_batch_size is None else global_batch_size
+    tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
+    bits = 8 * max(manifest.token_dtype.itemsize for manifest in manifests)
+    return RunConfig(
+        data=data.with_manifests(dict(zip(names, manifests, strict=True))),
+        model=ModelConfig(vocab_size=1 << min(bits, 62)),
+        train=TrainConfig(
+            train_iters=max(1, tokens // max(1, data.sequence_length * size)),
+            micro_batch_size=1,
+            global_batch_size=size,
+            out_dir=".",
+        ),
+    )
+
+
 def show_progress(stage: str, *arguments: Any, **options: Any) -> ProgressDisplay:
     """A `ProgressDisplay`, for a `with` block. Its module, which loads storage, is imported only here:
     the help needs none of it.
@@ -108,6 +277,12 @@ def show_progress(stage: str, *arguments: Any, **options: Any) -> ProgressDispla
 def quick(config: StorageConfig) -> StorageConfig:
     """The storage of a command that only reads: it does not wait for minutes."""
     return replace(config, retry_timeout=min(config.retry_timeout, LOOK_TIMEOUT))
+
+
+def quick_data(data: DataConfig) -> DataConfig:
+    """The same of all storage that data names."""
+    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
+    return replace(data, storage=quick(data.storage), storage_by_prefix=others)
 
 
 def parse_size(text: str, option: str) -> int:

@@ -13,14 +13,22 @@ import typer
 from numpy.typing import NDArray
 
 from streammega.cli.options import (
-    RUN_SUFFIX,
+    GLOBAL_BATCH_SIZE,
+    OF_DATASETS,
     AsJson,
+    DataWords,
+    GlobalBatchSize,
+    OrderName,
+    Seed,
+    SequenceLength,
+    Shares,
     StorageFile,
     StorageOption,
+    load_data,
     show_progress,
-    storage_config,
 )
-from streammega.cli.render import Report, print_text, show_report
+from streammega.cli.render import Report, print_text
+from streammega.cli.trace import open_run, show_phases
 from streammega.config import MAX_SAMPLES, ORDERS, DataConfig
 from streammega.errors import ConfigError
 
@@ -36,110 +44,89 @@ DRIFT_POINTS = 200
 STEPS_OF_MEASURING = 4
 FAR_MORE = 1.5
 """Bytes fetched for each byte used, above which a note says why."""
-OF_A_BLEND = (
-    "sequence_length",
-    "global_batch_size",
-    "order",
-    "split",
-    "seed",
-    "lanes",
-    "block_kib",
-)
-"""Options of order-report that a run's file has settings for."""
+RANKS = 8
 
 
 def order_report(
-    context: typer.Context,
-    blend: Annotated[
-        list[str],
-        typer.Argument(
-            help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b. Or a run's TOML file, and "
-            "settings over it: section.name=value."
-        ),
-    ],
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
-    global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
+    words: DataWords,
+    ranks: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks.", show_default=str(RANKS))
+    ] = None,
     steps: Annotated[
         int, typer.Option(help="Global batches to look at, from the first of each phase on.")
     ] = 256,
-    order: Annotated[str, typer.Option(help=f"The order: {', '.join(ORDERS)}.")] = "stream",
-    split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
-    seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
-    lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
-    block_kib: Annotated[
-        int | None, typer.Option(help="KiB of a block of the stream order; default as in a run.")
-    ] = None,
     plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
+    sequence_length: SequenceLength = None,
+    global_batch_size: GlobalBatchSize = None,
+    order: OrderName = None,
+    split: Shares = None,
+    seed: Seed = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(help="Lanes of the stream order.", rich_help_panel=OF_DATASETS),
+    ] = None,
+    block_kib: Annotated[
+        int | None,
+        typer.Option(
+            help="KiB of a block of the stream order; default as in a run.",
+            rich_help_panel=OF_DATASETS,
+        ),
+    ] = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Measure an order before a run: shuffle quality, blend drift, requests and bytes.
+    """Is the shuffle good enough? Measures it before a run, with blend drift, requests and bytes.
 
     For a run's file it measures each phase. It reads no tokens.
     """
+    options = {
+        "sequence_length": sequence_length,
+        "global_batch_size": global_batch_size,
+        "order": order,
+        "split": split,
+        "seed": seed,
+        "lanes": lanes,
+        "block_kib": block_kib,
+    }
+    size = GLOBAL_BATCH_SIZE if global_batch_size is None else global_batch_size
+    if steps * size > MAX_SAMPLES:
+        raise ConfigError(
+            f"--steps {steps:,} of --global-batch-size {size:,} samples are more than the "
+            f"{MAX_SAMPLES:,} of an order; lower one of them"
+        )
+    settings = {
+        "shuffle_lanes": lanes,
+        "shuffle_block_bytes": block_kib and block_kib * 1024,
+        "num_samples": (steps * size, 0, 0),
+    }
+    config, of_file = load_data(
+        words, storage, storage_file, options=options, settings=settings, looks_only=True
+    )
     notes = []
-    if blend[0].endswith(RUN_SUFFIX):
-        _check_of_a_blend(context, blend[0])
-        from streammega.cli.trace import open_run
-        from streammega.train.config import load_run
-
-        with show_progress("opening") as progress:
-            run = open_run(load_run(blend[0], blend[1:]), "train", None)
-            source = run.provenance.source
-            phases = measure_phases(source, run.schedule, ranks, steps, run.end, progress)
-        if plot and len(phases) > 1:
-            raise ConfigError(
-                f"--plot: draws one order, and {blend[0]} has {len(phases)} phases; leave it out"
-            )
-        if not _is_given(context, "ranks"):
+    if ranks is None:
+        ranks = RANKS
+        if of_file:
             notes.append(
                 f"a run's file does not name the number of data-parallel ranks; {ranks} are assumed: "
                 "give --ranks"
             )
-    else:
-        if steps * global_batch_size > MAX_SAMPLES:
-            raise ConfigError(
-                f"--steps {steps:,} of --global-batch-size {global_batch_size:,} samples are more than "
-                f"the {MAX_SAMPLES:,} of an order; lower one of them"
-            )
-        # In one text, a weight without a prefix is an error. A prefix with blanks needs a list.
-        has_blanks = any(len(word.split()) != 1 for word in blend)
-        config = DataConfig(
-            blend=blend if has_blanks and len(blend) > 1 else " ".join(blend),
-            sequence_length=sequence_length,
-            split=split,
-            seed=seed,
-            order=order,  # type: ignore[arg-type]  # checked by the config
-            shuffle_lanes=lanes,
-            shuffle_block_bytes=block_kib and block_kib * 1024,
-            num_samples=(steps * global_batch_size, 0, 0),
-            storage=storage_config(storage, storage_file, looks_only=True),
+    with show_progress("opening") as progress:
+        if of_file is None:
+            phases = [measure_order(config, "train", size, ranks, steps, progress)]
+        else:
+            run = open_run(of_file, "train", None)
+            source = run.provenance.source
+            phases = measure_phases(source, run.schedule, ranks, steps, run.end, progress)
+    if plot and len(phases) > 1:
+        raise ConfigError(
+            f"--plot: draws one order, and {words[0]} has {len(phases)} phases; leave it out"
         )
-        with show_progress("opening") as progress:
-            phases = [measure_order(config, "train", global_batch_size, ranks, steps, progress)]
     values = [measured.report for measured in phases]
-    show_report({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)
+    show_phases({"ranks": ranks, "notes": notes, "phases": values}, as_json=as_json)
     if plot:
         write_plot(phases[0], plot)
         print_text(f"plot written to {plot}", to_stderr=as_json)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line has an option."""
-    given_by = context.get_parameter_source(name)
-    return given_by is not None and given_by.name == "COMMANDLINE"
-
-
-def _check_of_a_blend(context: typer.Context, path: str) -> None:
-    """Raise ConfigError for options whose values a run's file has."""
-    for name in (*OF_A_BLEND, "storage", "storage_file"):
-        if _is_given(context, name):
-            option = name.replace("_", "-")
-            raise ConfigError(
-                f"--{option}: {path} has this setting; to change it, write section.name=value after the file"
-            )
 
 
 class MeasuredOrder(NamedTuple):
@@ -221,7 +208,7 @@ def _measure(
     progress: ProgressObserver,
 ) -> MeasuredOrder:
     """Figures of samples of one phase, in STEPS_OF_MEASURING steps."""
-    from streammega.samples.shuffling import mixing_advice, mixing_of, shuffle_figures
+    from streammega.samples.shuffling import mixing_report, shuffle_figures
 
     config = segment.config
     samples = len(ids)
@@ -229,7 +216,7 @@ def _measure(
     progress.advance(1)
     figures = shuffle_figures(segment, ids, global_batch_size)
     progress.advance(1)
-    mixing = mixing_of(segment, int(ids[0]), global_batch_size)
+    mixing = mixing_report(segment, int(ids[0]), global_batch_size, names)
     order = segment.order
     plan = _plan_of_a_rank(config, segment, order, ids[ids % dp_size == 0])
     progress.advance(1)
@@ -238,14 +225,11 @@ def _measure(
         "first_sample": int(ids[0]),
         "samples": samples,
         "lanes": None if order is None else order.lanes,
-        "mixing": mixing.report(names),
+        "mixing": mixing,
         "shuffling": figures,
         "each_rank": None,
         "notes": _notes(samples, figures, plan),
     }
-    if mixing.verdict in ("fair", "poor"):
-        advice = mixing_advice(segment, global_batch_size)
-        report["notes"].insert(0, f"batches are not mixed as well as they can be: {advice}")
     if plan is not None:
         report["each_rank"] = {
             "requests": plan.requests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,12 +14,18 @@ from typing import Annotated, Any
 import typer
 
 from streammega.cli.options import (
+    OF_DATASETS,
     RUN_SUFFIX,
     AsJson,
+    DataWords,
     Overrides,
     RunFile,
+    Seed,
+    SequenceLength,
+    Shares,
     StorageFile,
     StorageOption,
+    load_data,
     show_progress,
     storage_config,
 )
@@ -44,23 +51,47 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def prepare(
-    config: RunFile,
-    overrides: Overrides = None,
+    words: DataWords,
+    num_samples: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAIN,VALID,TEST",
+            help="Samples of each split, on which the Megatron order depends.",
+            rich_help_panel=OF_DATASETS,
+        ),
+    ] = None,
+    sequence_length: SequenceLength = None,
+    split: Shares = None,
+    seed: Seed = None,
     as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
-    """Build all indices of a run before it starts, without GPUs.
+    """Build all indices of the Megatron order before a run starts, without GPUs.
 
-    With data.index_publish_url the indices are published for the nodes.
+    With data.index_publish_url the indices are published for the nodes. Datasets need
+    --num-samples, and are prepared for the Megatron order.
     """
     from dataclasses import replace
 
     from streammega.samples.open import build_indices, datasets_with_indices
-    from streammega.train.config import load_run
 
-    settings = load_run(config, overrides or [])
-    data = settings.data
-    if not data.num_samples:
-        data = replace(data, num_samples=settings.num_samples())
+    options = {
+        "num_samples": None if num_samples is None else _num_samples(num_samples),
+        "sequence_length": sequence_length,
+        "split": split,
+        "seed": seed,
+    }
+    data, run = load_data(
+        words, storage, storage_file, options=options, settings={"order": "megatron"}
+    )
+    if run is None and data.num_samples is None:
+        raise ConfigError(
+            "prepare needs --num-samples TRAIN,VALID,TEST for datasets: the Megatron order depends "
+            "on it; or name a run's file"
+        )
+    if run is not None and not data.num_samples:
+        data = replace(data, num_samples=run.num_samples())
     rows = []
     with show_progress("preparing") as progress:
         datasets = datasets_with_indices(data)
@@ -81,47 +112,40 @@ def prepare(
     show_report(report, summary=summary, as_json=as_json)
 
 
+def _num_samples(text: str) -> tuple[int, ...]:
+    """(1000, 0, 0) of "1000" or "1000,0,0". Raises ConfigError."""
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18},\d{1,18})?", text):
+        raise ConfigError(
+            f"--num-samples {text!r}: write it as TRAIN,VALID,TEST, such as 1000,10,0"
+        )
+    train, *others = map(int, text.split(","))
+    return (train, *(others or (0, 0)))
+
+
 def manifest(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN.toml OUT.json [SECTION.NAME=VALUE]... | [WEIGHT] DATASET... OUT.json",
-            help="A run's file, or datasets with their weights in turn; and the file to write, a path "
-            "or URL.",
-        ),
-    ],
-    split: Annotated[
-        str, typer.Option(help="The shares of train, valid and test, where datasets are named.")
-    ] = "1,0,0",
+    words: DataWords,
+    split: Shares = None,
     as_json: AsJson = False,
     storage: StorageOption = None,
     storage_file: StorageFile = None,
 ) -> None:
-    """Write down what a blend means now: its shards, their counts and versions, and its weights.
+    """Write into OUT.json what a blend means now: shards, counts, versions and weights.
 
+    OUT.json, a path or URL, comes after the run's file, or after the last dataset.
     A run that names the file (blend = "OUT.json") opens it by one request a rank, and refuses a shard that
     has changed since. It may go on with the file where it began without, and back.
     """
-    from streammega.config import DataConfig
     from streammega.samples.pinned import write_manifest
 
     if len(words) < 2:
         raise ConfigError("manifest needs a run's file or datasets, and then the file to write")
-    if words[0].endswith(RUN_SUFFIX):
-        from streammega.train.config import load_run
-
-        out = words[1]
-        config = load_run(words[0], words[2:]).data
-    else:
-        out = words[-1]
-        config = DataConfig(
-            blend=" ".join(words[:-1]) if len(words) > 2 else words[:-1],
-            sequence_length=1,
-            split=split,
-            storage=storage_config(storage, storage_file),
-        )
+    place = 1 if words[0].endswith(RUN_SUFFIX) else len(words) - 1
+    out = words[place]
     if not out.endswith(".json"):
         raise ConfigError(f"{out}: the file to write has no name that ends in .json")
+    config, _ = load_data(
+        words[:place] + words[place + 1 :], storage, storage_file, options={"split": split}
+    )
     with show_progress("opening"):
         written = write_manifest(config, out)
     rows = [

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
-from streammega.cli.options import AsJson, Overrides, RunFile, Split, quick, show_progress
+from streammega.cli.options import (
+    AsJson,
+    DataWords,
+    GlobalBatchSize,
+    OrderName,
+    Seed,
+    SequenceLength,
+    Split,
+    StorageFile,
+    StorageOption,
+    load_data,
+    one_epoch,
+    show_progress,
+)
 from streammega.cli.render import Report, show_report
 from streammega.config import ORDERS
 from streammega.errors import ConfigError
@@ -46,8 +59,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def trace(
-    config: RunFile,
-    overrides: Overrides = None,
+    words: DataWords,
     step: Annotated[
         int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
     ] = None,
@@ -101,22 +113,35 @@ def trace(
             help="With --step and --sample: show the text, by the tokenizer that the data names.",
         ),
     ] = False,
+    sequence_length: SequenceLength = None,
+    global_batch_size: GlobalBatchSize = None,
+    order: OrderName = None,
+    seed: Seed = None,
     as_json: AsJson = False,
+    storage: StorageOption = None,
+    storage_file: StorageFile = None,
 ) -> None:
-    """List the documents that a step of a run reads, or the steps that read a document.
+    """Which documents does a step of a run read, and which steps read a document?
 
     The order is computed, so no log of the run is needed. Only .idx files are read, and with --text
-    or --tokenizer also tokens.
+    or --tokenizer also tokens. Datasets are traced as a run of
+    one epoch.
     """
-    from streammega.train.config import load_run
-
     _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
     _check_belongs("--steps", steps, "--find or --excluded", find or excluded or None)
     _check_belongs("--text", text or None, "--step or --sample", None if find or excluded else 1)
-    settings = _chosen_run(load_run(config, overrides or []), validation)
+    options = {
+        "sequence_length": sequence_length,
+        "global_batch_size": global_batch_size,
+        "order": order,
+        "seed": seed,
+    }
+    data, of_file = load_data(words, storage, storage_file, options=options, looks_only=True)
     model = _load(tokenizer)
     with show_progress("opening") as progress:
+        settings = of_file or one_epoch(data, global_batch_size)
+        settings = _chosen_run(settings, validation)
         run = open_run(settings, "valid" if validation else split, ranks)
         check_step(run, "--step", step)
         searched = _steps(run, steps)
@@ -133,7 +158,8 @@ def trace(
                 report = trace_report(run, samples, _range("--tokens", tokens), decode, progress)
         except IndexError as error:  # no sample or document has the number that was given
             raise ConfigError(str(error)) from None
-    show_report({"run": config, **report}, as_json=as_json)
+    name = words[0] if of_file else " ".join(words)
+    show_report({"run": name, **report}, as_json=as_json)
     if "interrupted" in report:
         raise KeyboardInterrupt
 
@@ -356,9 +382,6 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     from streammega.train.splits import batch_sizes, data_of
 
     data = data_of(run, split)
-    # It does not wait for minutes for an endpoint that fails.
-    others = {url: quick(storage) for url, storage in data.storage_by_prefix.items()}
-    data = replace(data, storage=quick(data.storage), storage_by_prefix=others)
     sizes = batch_sizes(run, split)
     train = run.train
     schedule = training_schedule(
@@ -529,7 +552,7 @@ def _shares(traced: Sequence[Any]) -> Report:
 def phases_report(run: TracedRunFile, last_step: int) -> Report:
     """What each phase takes from its datasets, up to a step."""
     from streammega.samples.segments import short_names
-    from streammega.samples.shuffling import mixing_of
+    from streammega.samples.shuffling import mixing_report
     from streammega.samples.usage import sample_usage
 
     source = run.provenance.source
@@ -546,8 +569,8 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
         entry["steps"] = None if steps is None else list(steps)
         entry["samples"] = dealt.samples
         batch = run.schedule.size_at(dealt.first_sample)
-        mixing = mixing_of(source.segments[dealt.phase], dealt.first_sample, batch)
-        entry["mixing"] = mixing.report(names)
+        segment = source.segments[dealt.phase]
+        entry["mixing"] = mixing_report(segment, dealt.first_sample, batch, names)
         entry["datasets"] = [_dataset_entry(dataset, dealt.samples) for dataset in datasets]
         phases.append(entry)
     return {
@@ -556,6 +579,16 @@ def phases_report(run: TracedRunFile, last_step: int) -> Report:
         "samples": sum(phase["samples"] for phase in phases),
         "phases": phases,
     }
+
+
+def show_phases(report: Report, *, as_json: bool) -> None:
+    """Print a report with phases. For people, what it says of their mixing is one line or two."""
+    from streammega.samples.shuffling import mixing_lines
+
+    if not as_json:
+        phases = [{**phase, "mixing": mixing_lines(phase["mixing"])} for phase in report["phases"]]
+        report = {**report, "phases": phases}
+    show_report(report, as_json=as_json)
 
 
 def _dataset_entry(dataset: Report, samples: int) -> Report:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +29,18 @@ MIN_MIXED_SAMPLES = 1 << 14
 MAX_MIXED_SAMPLES = 1 << 15
 """Larger batches are judged by a part: a loader looks before its first batch."""
 FIGURES = {
-    "distance_entropy": "entropy of distances between consecutive samples (bits)",
-    "places_per_256": "distinct places among 256 samples",
-    "adjacent_share": "share of samples adjacent to the one before",
-    "neighbour_distance": "median samples between neighbours of one document",
-    "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
+    "places_per_256": ("places", "4096ths of the data in 256 samples; more is better"),
+    "neighbour_distance": ("neighbours", "samples between neighbours; more is better"),
+    "domain_drift": ("domain drift", f"of {WINDOW_STEPS} steps, 1 is chance; less is better"),
 }
-"""The fields of `ShuffleQuality` in words."""
+"""Fields of `ShuffleQuality`: the name that reports and docs/orders-measured.md have, and what it is."""
 
 
 def shuffle_figures(
     segment: SegmentSource, sample_ids: NDArray[np.int64], global_batch_size: int
 ) -> list[dict[str, Any]]:
-    """A row for each figure of consecutive samples: its title in "figure", "this_order" and
-    "full_shuffle". Too few samples for a figure give None. No token is read.
+    """A row for each figure of consecutive samples: its name in "figure", "this_order",
+    "full_shuffle" and its "meaning". Too few samples for a figure give None. No token is read.
     """
     samples = len(sample_ids)
     starts, total = _file_starts(segment)
@@ -59,8 +57,9 @@ def shuffle_figures(
             "figure": title,
             "this_order": _figure(getattr(quality, name)),
             "full_shuffle": _figure(getattr(full, name)),
+            "meaning": meaning,
         }
-        for name, title in FIGURES.items()
+        for name, (title, meaning) in FIGURES.items()
     ]
 
 
@@ -106,13 +105,6 @@ class Mixing:
         return (
             "good" if self.share >= GOOD_SHARE else "fair" if self.share >= FAIR_SHARE else "poor"
         )
-
-    def report(self, names: Sequence[str]) -> dict[str, Any]:
-        """What reports say of it. names: of the datasets, by their numbers."""
-        report: dict[str, Any] = {"verdict": self.verdict, "of_a_full_shuffle": self.share}
-        if self.dataset is not None and len(names) > 1:
-            report["lowest_dataset"] = names[self.dataset]
-        return {**report, "one_batch": self.one_batch, "eight_batches": self.eight_batches}
 
 
 def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int) -> Mixing:
@@ -160,6 +152,31 @@ def mixing_of(segment: SegmentSource, first_sample: int, global_batch_size: int)
         eight_batches=_lowest(eight),
         dataset=None if lowest is None else int(numbers[lowest]),
     )
+
+
+def mixing_report(
+    segment: SegmentSource, first_sample: int, global_batch_size: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """What reports say of `mixing_of`. names: of the datasets, by their numbers."""
+    mixing = mixing_of(segment, first_sample, global_batch_size)
+    report: dict[str, Any] = {"verdict": mixing.verdict, "of_a_full_shuffle": mixing.share}
+    if mixing.dataset is not None and len(names) > 1:
+        report["lowest_dataset"] = names[mixing.dataset]
+    report |= {"one_batch": mixing.one_batch, "eight_batches": mixing.eight_batches}
+    if mixing.verdict in ("fair", "poor"):
+        report["advice"] = mixing_advice(segment, global_batch_size)
+    return report
+
+
+def mixing_lines(report: Mapping[str, Any]) -> list[str]:
+    """A report of mixing in one sentence, and in another what mixes better."""
+    figures = {"one batch": report["one_batch"], "eight batches": report["eight_batches"]}
+    parts = [f"{name} {value:.2f}" for name, value in figures.items() if value is not None]
+    if not parts:
+        return [f"{report['verdict']}: too few samples to judge"]
+    dataset = f", lowest in {report['lowest_dataset']}" if "lowest_dataset" in report else ""
+    line = f"{report['verdict']}: {', '.join(parts)} of the places of a full shuffle{dataset}"
+    return [line, *([f"to mix better, {report['advice']}"] if "advice" in report else [])]
 
 
 def _lowest(shares: NDArray[np.float64]) -> float | None:

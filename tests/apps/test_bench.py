@@ -14,6 +14,7 @@ import pytest
 
 from streammega import StreamLoader
 from streammega.apps import bench as app
+from streammega.cli import options as cli_options
 from streammega.cli.main import main
 from streammega.cli.options import storage_config
 from streammega.errors import EndpointError
@@ -67,7 +68,9 @@ def keep_nothing(monkeypatch: pytest.MonkeyPatch, **tuning: Any) -> None:
     """Have no dataset stay in memory, so that requests are sent all the time."""
     tuning = {"resident_bytes": 0, **tuning}
     monkeypatch.setattr(
-        app, "storage_config", lambda *given: storage_config(*given).tuned(**tuning)
+        cli_options,
+        "storage_config",
+        lambda *given, **named: storage_config(*given, **named).tuned(**tuning),
     )
 
 

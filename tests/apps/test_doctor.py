@@ -478,6 +478,7 @@ def test_a_disk_that_fails_is_a_fault(
 
 
 def test_a_folder_without_data_is_a_fault(tmp_path: Path, examine: Any) -> None:
+    (tmp_path / "nothing").mkdir()
     code, findings, _ = examine(str(tmp_path / "nothing"))
     assert code == 1
     assert "no object to read" in findings["data"]["result"]
@@ -523,6 +524,6 @@ def test_a_run_is_examined_by_its_file(
     assert main([*command, "data.storage.cache_dir=/proc/nothing"]) == 1, "the storage of the run"
     capsys.readouterr()
     assert main([*command, "--storage", "key=value"]) == 1
-    assert "run.toml decides it" in capsys.readouterr().err
+    assert "run.toml has this setting" in capsys.readouterr().err
     assert main(["doctor", blend[0], "data.seed=1"]) == 1
     assert "settings are for a run's file" in capsys.readouterr().err

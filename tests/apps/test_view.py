@@ -98,7 +98,7 @@ def client_of(shown: Run | Dataset) -> FlaskClient:
 
 @pytest.fixture
 def run(folder: Path) -> Run:
-    return Run(str(folder / "run.toml"), [], None)
+    return Run("run.toml", load_run(str(folder / "run.toml")), None)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_dataset_that_a_blend_names_twice_is_counted_once_in_each_row_and_band
     run_file = write_run_file(
         tmp_path, data={"blend": blend, "order": "stream"}, train={"train_iters": 20}
     )
-    run = Run(run_file, [], None)
+    run = Run(run_file, load_run(run_file), None)
     seen = client_of(run).get("/").text
     bands = re.findall(r"(\w+): ([\d.]+) % of steps", seen)
     assert [name for name, _ in bands] == ["web", "code"]
@@ -348,7 +348,7 @@ def test_a_run_shows_sizes_by_manifests_and_copies_no_index(tmp_path: Path) -> N
             train={"train_iters": 4},
             **{"data.storage.storage_options": server.storage_options},
         )
-        site = client_of(Run(run_file, [], None))
+        site = client_of(Run(run_file, load_run(run_file), None))
         assert "50,000 200,000 uint16" in " ".join(shown(site, "/").replace("\n", " ").split())
         assert server.counts()["bytes"] < index_bytes / 10
 
@@ -477,7 +477,7 @@ def test_without_flask_the_message_names_the_extra(
         ("{folder}/none.toml", "none.toml"),
         ("{folder}/run.toml data.blend={folder}/none", "none"),
         ("{folder}/run.toml train.nothing=1", "nothing"),
-        ("{folder}/run.toml --storage a=b", "--storage: is for datasets"),
+        ("{folder}/run.toml --storage a=b", "run.toml has this setting"),
         ("{folder}/web train.train_iters=3", "settings are for a run's file"),
         ("{folder}/web --tokenizer gone.json", "gone.json"),
     ],
@@ -569,7 +569,7 @@ def test_datasets_whose_names_end_alike_are_shown_by_their_whole_names(
         data={"blend": ["x"], "order": "stream", "split": "1,0,0"},
         train={"train_iters": 4},
     )
-    site = client_of(Run(path, [blend], None))
+    site = client_of(Run(path, load_run(path, [blend]), None))
     pages = text_of(site.get("/").text + site.get("/step").text)
     for name in ("a", "b"):
         assert f"{tmp_path}/{name}/web#" in pages

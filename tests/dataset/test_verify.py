@@ -275,18 +275,29 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(
     out = capsys.readouterr().out
     assert out.startswith(f"{dataset / 'bin'}: sound\n")
     assert re.search(r"^documents: 40$", out, re.MULTILINE)
+    blend = str(dataset / "blend.json")
+    assert main(["manifest", str(dataset / "zst"), str(dataset / "bin"), blend]) == 0
+    capsys.readouterr()
     path = sorted(dataset.glob("bin-*.bin"))[0]
     data = bytearray(path.read_bytes())
     data[4:6] = b"\xff\xff"
     path.write_bytes(data)
     assert main(["verify", str(dataset / "bin")]) == 1
     out = capsys.readouterr().out
+    first, *details = out.splitlines()
+    assert first.startswith(f"{dataset / 'bin'}: damaged (1 more problem below): {path}: ")
+    assert re.search("copy them again|copy it again", first), "what to do"
+    assert details[0].startswith(f"problems: {path}: ")
     assert f"{path}: bytes [0, {len(data)}) are damaged" in out
     assert "token 2 is 65535, outside of the 257 ids of tokenizer bytes (" in out
     assert main(["verify", str(dataset / "bin"), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"] == verify(str(dataset / "bin")).problems
     assert main(["verify", str(dataset / "nothing")]) == 1
     assert "error: " in capsys.readouterr().err
+    assert main(["verify", blend]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{blend}: 1 of 2 datasets damaged"
+    assert second.startswith(f"{dataset / 'bin'}: damaged"), "the sound one comes last"
 
 
 DESCRIBED: dict[str, tuple[Any, str]] = {

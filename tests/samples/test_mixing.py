@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from streammega import DataConfig, PhaseConfig, StreamLoader
 from streammega.cli.main import main
 from streammega.order.quality import MIN_DRAWS, place_shares
 from streammega.samples.open import open_source
-from streammega.samples.shuffling import Mixing, mixing_advice, mixing_of
+from streammega.samples.shuffling import (
+    FIGURES,
+    Mixing,
+    mixing_advice,
+    mixing_lines,
+    mixing_of,
+)
 from streammega.storage import warn_once
 from tests.support.builders import write_dataset, write_run_file
 
@@ -158,10 +165,37 @@ def test_reports_say_it_in_a_word_and_a_number(
     assert phase["mixing"]["verdict"] == verdict
     share = phase["mixing"]["of_a_full_shuffle"]
     assert (share >= 0.9) == (verdict == "good")
-    if command == "order-report":
-        assert ("set shuffle_lanes to 512 or more instead of 16" in str(phase["notes"])) == (
-            verdict == "poor"
-        )
+    advice = "set shuffle_lanes to 512 or more instead of 16"
+    assert (advice in phase["mixing"].get("advice", "")) == (verdict == "poor")
+    assert main([command, run]) == 0
+    lines = re.findall(r"^ +mixing: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert re.fullmatch(
+        verdict + r": one batch \d\.\d\d, eight batches \d\.\d\d of the places of a full shuffle",
+        lines[0],
+    )
+    assert [advice in line for line in lines[1:]] == ([True] if verdict == "poor" else [])
+
+
+def test_describe_and_order_report_say_the_same_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_file(tmp_path, shuffle_lanes=16)
+    said = []
+    for command in ("describe", "order-report"):
+        assert main([command, run]) == 0
+        said.append(re.findall(r"^ +mixing: .*$", capsys.readouterr().out, re.MULTILINE))
+    assert len(said[0]) == 2
+    assert said[0] == said[1]
+
+
+def test_reports_and_the_page_have_the_same_names_of_figures() -> None:
+    page = " ".join(Path("docs/orders-measured.md").read_text().split())
+    for name, _ in FIGURES.values():
+        assert f"*{name.capitalize()}*" in page
+    line, *_ = mixing_lines({"verdict": "good", "one_batch": 1.0, "eight_batches": 1.0})
+    for name in ("one batch", "eight batches", "places of a full shuffle"):
+        assert name in line
+        assert name in page.lower()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, **settings: Any) -> list[str]:

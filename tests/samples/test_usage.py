@@ -188,8 +188,8 @@ def test_options_that_would_be_passed_over_are_refused(
             ["order-report", run_file, "--plot", "r.png"],
             "--plot: draws one order, and run.toml has 4 phases",
         ),
-        (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer is for datasets"),
-        (["describe", run_file, "--tokens", "3"], "--tokens is for datasets"),
+        (["describe", run_file, "--tokenizer", "bytes"], "--tokenizer is for one dataset"),
+        (["describe", run_file, "--tokens", "3"], "--tokens is for one dataset"),
         (["describe", WEB, "--last-step", "3"], "--last-step needs a run file (.toml)"),
         (["describe", run_file, "--last-step", "95"], "--last-step 95: steps are counted from 1"),
     ):
