@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 s3: $(STAMP)  ## a shell with an S3 server on this machine and s3://bucket, until you leave it (S3="--port 9000")
 	@$(BIN)/python tools/s3_server.py $(S3)
 
-demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs
+demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs (DEMO="my/texts": your files)
 	$(BIN)/python tools/demo.py $(DEMO)
 
 test: $(STAMP)  ## the tests, on the CPU whatever the machine has; four at once, for many wait for servers and processes
