@@ -124,8 +124,7 @@ def trace(
     """Which documents does a step of a run read, and which steps read a document?
 
     The order is computed, so no log of the run is needed. Only .idx files are read, and with --text
-    or --tokenizer also tokens. Datasets are traced as a run of
-    one epoch.
+    or --tokenizer also tokens. Datasets are traced as a run of one epoch.
     """
     _check_asked(step, sample, find, excluded, tokens)
     _check_belongs("--rank", rank, "--step", step)
