@@ -24,7 +24,7 @@ from streammega.config.columns import refuse_columns
 from streammega.errors import ConfigError
 from streammega.errors.cached_property import cached_property
 from streammega.integrations.frameworks import check_phases, import_framework, with_used_fields
-from streammega.integrations.megatron_arguments import data_config
+from streammega.integrations.megatron_arguments import data_config, refuse_arguments
 from streammega.loading import StreamLoader
 from streammega.loading.ranks import data_parallel
 from streammega.order.split import SPLITS
@@ -224,9 +224,11 @@ def datasets_provider(
     """A provider for Megatron's `pretrain`, with what its command line has no arguments for.
 
     order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
-    bytes are fetched. prefetch: micro-batches made ahead of the step. settings: other fields of a
-    DataConfig. The default of shuffle_lanes goes by --global-batch-size: set it if that size will change.
+    bytes are fetched. prefetch: micro-batches made ahead of the step. settings: fields of a DataConfig
+    that Megatron has no argument for; ConfigError names the argument of others. The default of
+    shuffle_lanes goes by --global-batch-size: set it if that size will change.
     """
+    refuse_arguments(settings)
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
         """What Megatron calls, for each chunk of a virtual pipeline by the name `vp_stage`."""

@@ -6,7 +6,7 @@ Works on the parsed arguments alone, without Megatron being installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from streammega.config import DataConfig, StorageConfig
@@ -22,6 +22,25 @@ NOT_SERVED = {
     "hybrid_context_parallel": "Megatron itself allows it with --dataloader-type single only",
 }
 """Arguments that change what a sample is in ways that are not made here, with what to do instead."""
+
+OF_MEGATRON = {
+    "blend": "--data-path",
+    "blend_per_split": "--train-data-path, --valid-data-path and --test-data-path",
+    "split": "--split",
+    "seed": "--seed",
+    "sequence_length": "--seq-length",
+    "num_samples": "--train-iters or --train-samples",
+    "full_validation": "--full-validation",
+    "mid_level_dataset_surplus": "--mid-level-dataset-surplus",
+    "eod_mask_loss": "--eod-mask-loss",
+    "reset_position_ids": "--reset-position-ids",
+    "reset_attention_mask": "--reset-attention-mask",
+    "inter_document_masking": "--dataloader-inter-document-masking",
+    "allow_ambiguous_pad_tokens": "--allow-ambiguous-pad-tokens",
+    "eod_id": "the tokenizer",
+    "pad_id": "the tokenizer",
+}
+"""Settings of a DataConfig that come from Megatron, and where they are set there."""
 
 DEFAULT_SPLIT = "969,30,1"
 """Megatron's, where --data-path comes without --split."""
@@ -67,6 +86,14 @@ def data_config(
         if getattr(args, name, False):
             raise ConfigError(f"{_flag(name)} is not served from here; {remedy}")
     train, valid, test = num_samples
+    by_arguments = field_settings(
+        args,
+        tokenizer,
+        inter_document_masking=getattr(args, "dataloader_inter_document_masking", False),
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    if (wanted := options.pop("fields", None)) is not None:
+        by_arguments["fields"] = [*wanted, *(by_arguments["fields"] or ())]
     return DataConfig(
         **read_blends(args, storage),
         split=args.split or DEFAULT_SPLIT,
@@ -78,14 +105,18 @@ def data_config(
             args, "mid_level_dataset_surplus", DataConfig.mid_level_dataset_surplus
         ),
         storage=with_cache_folder(storage, getattr(args, "data_cache_path", None)),
-        **field_settings(
-            args,
-            tokenizer,
-            inter_document_masking=getattr(args, "dataloader_inter_document_masking", False),
-            create_attention_mask=args.create_attention_mask_in_dataloader,
-        ),
+        **by_arguments,
         **{"order": "megatron", **options},
     )
+
+
+def refuse_arguments(settings: Collection[str]) -> None:
+    """Raise ConfigError for a setting of a DataConfig that Megatron has an argument for."""
+    for name in settings:
+        if name in OF_MEGATRON:
+            raise ConfigError(
+                f"{name} is Megatron's to say: leave it out, and set {OF_MEGATRON[name]}"
+            )
 
 
 def with_cache_folder(storage: StorageConfig, folder: str | None) -> StorageConfig:

@@ -28,6 +28,7 @@ from streammega.integrations.megatron import (
     Place,
     _place,
     datasets_of,
+    datasets_provider,
 )
 from streammega.integrations.megatron_arguments import pad_id, read_blends
 from tests.support import oracle
@@ -436,6 +437,27 @@ def test_a_batch_is_a_dict_of_its_own(prefixes: list[str]) -> None:
     second = next(train)
     assert second["labels"] is not None
     assert torch.equal(first["tokens"], kept)
+
+
+@pytest.mark.parametrize("order", ["megatron", "stream"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fields_of_a_provider_are_more_than_those_of_megatrons_arguments(
+    order: str, masked: bool, prefixes: list[str]
+) -> None:
+    args = arguments(data_path=prefixes, create_attention_mask_in_dataloader=masked)
+    train, _, _ = opened(args, order=order, fields=[..., "dataset_id"])
+    batch = next(train)
+    assert {"tokens", "labels", "loss_mask", "position_ids", "dataset_id"} <= set(batch)
+    assert ("attention_mask" in batch) == masked
+
+
+@pytest.mark.guarantee("arguments-served-refused")
+@pytest.mark.parametrize(("name", "flag"), [("seed", "--seed"), ("num_samples", "--train-samples")])
+def test_a_setting_that_megatron_has_an_argument_for_is_refused_by_its_name(
+    name: str, flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .*{flag}"):
+        datasets_provider(**{name: 3})  # type: ignore[arg-type]
 
 
 def test_a_saved_position_is_restored_and_one_of_another_order_refused(
