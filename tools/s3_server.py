@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """An S3 server on this machine for whom a bucket is missing: it lasts as long as a shell, or a command.
 
-make s3                                                  a shell with the server
-python tools/s3_server.py -- streammega ls s3://bucket/  a command with it
+make s3                                       a shell with the server
+python tools/s3_server.py -- bash program.sh  a command with it
 
 Within it the variables of the AWS command line name the server and a bucket that is there already.
 Objects are kept in memory, large ones in files without a name: all of it ends with the shell.

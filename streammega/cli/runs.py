@@ -56,7 +56,8 @@ def prepare(
         str | None,
         typer.Option(
             metavar="TRAIN,VALID,TEST",
-            help="Samples of each split, on which the Megatron order depends.",
+            help="Samples of each split, on which the Megatron order depends; of the last epoch "
+            "that they need all are made.",
             rich_help_panel=OF_DATASETS,
         ),
     ] = None,

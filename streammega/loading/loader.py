@@ -306,6 +306,20 @@ class StreamLoader:
         """Samples handed out so far, over all ranks: the next global sample."""
         return self.dataset.consumed_samples
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of this rank in the global batch of the one that was handed out last; before any,
+        in that of the next. Phases, a ramp-up and a resume may change it.
+        """
+        dataset = self.dataset
+        last = self.consumed_samples - (not dataset.is_where_it_was_put)
+        return dataset.steps.num_micro_batches(last)
+
+    @property
+    def is_step_end(self) -> bool:
+        """Whether the micro-batch that was handed out last ends its global batch: the optimizer steps."""
+        return self.dataset.steps.is_step_end(self.consumed_samples)
+
     def seek(self, consumed_samples: int) -> None:
         """Continue at a global sample.
 

@@ -232,6 +232,14 @@ class MicroSteps:
             "count only the micro-batches of one iteration"
         )
 
+    def num_micro_batches(self, consumed: int) -> int:
+        """Micro-batches of each rank in the global batch that holds sample `consumed`."""
+        return self.schedule.micro_batches_at(consumed, self.micro_batch_size, self.dp_size)
+
+    def is_step_end(self, consumed: int) -> bool:
+        """Whether a global batch ends before sample `consumed`."""
+        return self.schedule.offset_at(consumed) == 0
+
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
         return make_state(

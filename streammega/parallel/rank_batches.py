@@ -208,6 +208,17 @@ class RankBatches:
         return self._consumed
 
     @property
+    def num_micro_batches(self) -> int:
+        """As of StreamLoader, for what was handed out."""
+        last = self._consumed - (self._consumed != self._last_seek)
+        return self.loader.dataset.steps.num_micro_batches(last)
+
+    @property
+    def is_step_end(self) -> bool:
+        """As of StreamLoader, for what was handed out."""
+        return self.loader.dataset.steps.is_step_end(self._consumed)
+
+    @property
     def broadcast_bytes(self) -> int:
         """Bytes of the messages so far, as their sender counts them."""
         return self._broadcast.broadcast_bytes

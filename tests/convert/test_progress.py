@@ -222,6 +222,8 @@ def test_commands_tell_that_they_wait(
 
     monkeypatch.setattr(progress, "LINE_EVERY", 0.01)
     monkeypatch.setattr(function, wait)
+    if words == "verify IN":  # names are looked up before it begins
+        write_dataset(tmp_path / "in", [[1, 2]])
     words = words.replace("IN", str(tmp_path / "in")).replace("OUT", str(tmp_path / "out"))
     assert main(words.split()) == 1
     assert "a line was written: True" in stderr.getvalue()

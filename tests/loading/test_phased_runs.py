@@ -560,3 +560,66 @@ def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> No
     phases = [PhaseConfig(first_sample=96, blend=[web, same, code])]
     overlapping = replace(config, blend=[web, same], phases=phases)
     StreamLoader(overlapping, micro_batch_size=8, global_batch_size=48).close()
+
+
+@pytest.mark.guarantee("steps-end")
+@settings(max_examples=25)
+@given(
+    batches=st.integers(0, 40),
+    sizes=st.sampled_from([(2, 24, 1), (6, 48, 2), (12, 12, 1), (4, 24, 3)]),
+    ramp=st.booleans(),
+)
+def test_a_loop_knows_where_steps_end_through_phases_ramps_and_resumes(
+    data: Path, batches: int, sizes: tuple[int, int, int], ramp: bool
+) -> None:
+    """Its global batches are those of the schedule, also after a resume with another batch size."""
+    config = config_of(data, **({"phases": ()} if ramp else {}))
+    with StreamLoader(
+        config, micro_batch_size=12, global_batch_size=24, dp_rank=0, dp_size=1
+    ) as before:
+        while batches > 0 or not before.is_step_end:
+            next(before)
+            batches -= 1
+        state = before.state_dict()
+    micro, batch, world = sizes
+    with StreamLoader(
+        config,
+        micro_batch_size=micro,
+        global_batch_size=48 if ramp else batch,
+        rampup_batch_size=(12, 12, 96) if ramp else None,
+        dp_rank=world - 1,
+        dp_size=world,
+    ) as loader:
+        loader.load_state_dict(state)
+        for _ in range(4):
+            first = loader.consumed_samples
+            expected = loader.dataset.steps.schedule.size_at(first)
+            count = 0
+            while not (count and loader.is_step_end):
+                next(loader)
+                count += 1
+                assert loader.num_micro_batches == expected // (micro * world)
+            assert count == loader.num_micro_batches
+            assert loader.consumed_samples == first + expected
+
+
+@pytest.mark.guarantee("steps-end")
+def test_another_batch_size_after_a_resume_still_ends_steps(data: Path) -> None:
+    """`consumed_samples % global_batch_size` would never be 0 again."""
+    config = DataConfig(blend=f"{data}/web", sequence_length=LENGTH, shuffle_lanes=96)
+
+    def loader_of(global_batch_size: int) -> StreamLoader:
+        return StreamLoader(
+            config, global_batch_size=global_batch_size, micro_batch_size=8, dp_rank=0, dp_size=1
+        )
+
+    before = loader_of(24)
+    before.seek(24)
+    ends = []
+    with loader_of(32) as after:
+        after.load_state_dict(before.state_dict())
+        for _ in range(8):
+            next(after)
+            if after.is_step_end:
+                ends.append(after.consumed_samples)
+    assert ends == [56, 88]

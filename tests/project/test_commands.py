@@ -246,9 +246,9 @@ def test_ctrl_c_by_a_signal_ends_a_command_at_once(folder: Path) -> None:
         [*command, *SHORT.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert running.stderr is not None
-    for line in running.stderr:
-        if line.startswith("reading at full speed"):
-            break
+    lines = (line for line in running.stderr if line.startswith("reading at full speed"))
+    next(lines)
+    next(lines)  # two seconds later: batches came
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
     out, error = running.communicate(timeout=60)

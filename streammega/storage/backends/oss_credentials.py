@@ -235,9 +235,9 @@ def _environment_key(bucket: str) -> OssKey:
         return key_of(answer, _URI)
     raise AccessDeniedError(
         f"oss://{bucket}: no credentials found; set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET "
-        f"(and OSS_SESSION_TOKEN for temporary ones), or pass storage_options={{'key': ..., "
-        f"'secret': ...}}, a 'credentials_file' or a 'credentials_provider' ({{'anon': True}} for "
-        f"a public bucket)"
+        f"(and OSS_SESSION_TOKEN for temporary ones), or give storage_options={{'key': ..., "
+        f"'secret': ...}}, a 'credentials_file' or a 'credentials_provider', to a command by "
+        f"--storage-file ({{'anon': True}} for a public bucket)"
     )
 
 

@@ -470,8 +470,8 @@ def s3_credentials(
     if credentials is None:
         raise AccessDeniedError(
             f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and "
-            f"AWS_SECRET_ACCESS_KEY, run 'aws configure', or pass storage_options={{'key': ..., "
-            f"'secret': ...}} ({{'anon': True}} for a public bucket)"
+            f"AWS_SECRET_ACCESS_KEY, run 'aws configure', or give storage_options={{'key': ..., "
+            f"'secret': ...}}, to a command by --storage-file ({{'anon': True}} for a public bucket)"
         )
     return credentials
 
