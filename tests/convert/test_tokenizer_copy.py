@@ -16,12 +16,7 @@ from streammega.convert.read.inputs import SkippedFiles, find_inputs
 from streammega.convert.write.gc import find_leftovers
 from streammega.dataset import IndexedDataset
 from tests.convert.test_long_texts import sentencepiece_of, tiktoken_of
-from tests.support.builders import (
-    convert_files,
-    write_jsonl,
-    write_run_file,
-    write_tokenizer,
-)
+from tests.support.builders import convert_files, write_run_file, write_tokenizer
 
 TEXT = "hello world, hello to all of the world"
 
@@ -67,14 +62,6 @@ def shown(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     capsys.readouterr()
     assert main([*command]) == 0
     return capsys.readouterr().out
-
-
-def test_text_of_bytes_is_shown_without_a_copy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "web")
-    convert([write_jsonl(tmp_path / "texts.jsonl", ["nine lives"])], out, tokenizer="bytes")
-    assert "nine lives" in shown(capsys, "describe", out)
 
 
 @pytest.mark.guarantee("tokenizer-copy")

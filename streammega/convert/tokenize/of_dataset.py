@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from streammega.config import StorageConfig
-from streammega.convert.tokenize.tokenizers import (
-    BytesTokenizer,
-    Tokenizer,
-    load_stored,
-    load_tokenizer,
-)
+from streammega.convert.tokenize.tokenizers import Tokenizer, load_stored, load_tokenizer
 from streammega.dataset.labels import TokenizerLabel
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.names import datasets_of, tokenizer_name
@@ -71,7 +66,7 @@ def _made_by(
             if model.digest == label.digest:
                 return model, ""
             problem = f"the copy of its tokenizer {label.name!r} is another one"
-    if by_name or label.name == BytesTokenizer.name:  # bytes are there without being loaded
+    if by_name:
         try:
             return load_tokenizer(label.name), ""
         except (ObjectNotFoundError, ConvertError, ConfigError) as error:
