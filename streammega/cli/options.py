@@ -245,17 +245,15 @@ def one_epoch(data: DataConfig, global_batch_size: int | None) -> RunConfig:
     """
     from streammega.dataset.opening import open_manifests
     from streammega.samples.pinned import read_blend
-    from streammega.train.config import ModelConfig, RunConfig, TrainConfig
+    from streammega.train.config import RunConfig, TrainConfig
 
     data = read_blend(data)
     names = data.segments("train")[0].datasets
     manifests = open_manifests(names, data.storage, data.manifests)
     size = GLOBAL_BATCH_SIZE if global_batch_size is None else global_batch_size
     tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
-    bits = 8 * max(manifest.token_dtype.itemsize for manifest in manifests)
     return RunConfig(
         data=data.with_manifests(dict(zip(names, manifests, strict=True))),
-        model=ModelConfig(vocab_size=1 << min(bits, 62)),
         train=TrainConfig(
             train_iters=max(1, tokens // max(1, data.sequence_length * size)),
             micro_batch_size=1,

@@ -115,7 +115,7 @@ def refuse_arguments(settings: Collection[str]) -> None:
     for name in settings:
         if name in OF_MEGATRON:
             raise ConfigError(
-                f"{name} is Megatron's to say: leave it out, and set {OF_MEGATRON[name]}"
+                f"{name} comes from Megatron: leave it out here, and set {OF_MEGATRON[name]}"
             )
 
 

@@ -133,7 +133,7 @@ def throttled(url: str, reason: str) -> EndpointError:
 def missing(url: str) -> ObjectNotFoundError:
     """The error for an object that does not exist."""
     return ObjectNotFoundError(
-        f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)"
+        f"{url}: no such object; check the bucket and the key (datasets are named without .bin and .idx)"
     )
 
 
