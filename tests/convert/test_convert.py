@@ -232,7 +232,7 @@ def test_convert_and_describe_as_a_user_runs_them(tokenizer: str, tmp_path: Path
             "describe s3://nobucket/x --storage endpoint_url=http://127.0.0.1:1 --storage anon=true",
             "endpoint",
         ),
-        ("describe /no/such/prefix", "/no/such/prefix.bin: no such file"),
+        ("describe /no/such/prefix", "/no/such/prefix: no run's file, dataset or folder"),
         ("describe x --storage endpoint", "KEY=VALUE"),
         (
             "convert /no/such.txt /tmp/never --tokenizer /no/tokenizer.json",
