@@ -53,13 +53,15 @@ def iterate_batches(
             kept_of_columns=kept,
             **options,
         )
+        is_mixing_checked = steps.split != "train" or steps.dp_rank > 0
         with closing(engine):
-            if steps.split == "train" and steps.dp_rank == 0:
-                _warn_of_mixing(steps, first_sample)
             for consumed, batch in read(engine):
                 check()
                 yield consumed, batch, engine
                 del batch  # the caller alone decides when its memory is free
+                if not is_mixing_checked:  # the first batch does not wait for this
+                    is_mixing_checked = True
+                    _warn_of_mixing(steps, first_sample)
 
 
 def _warn_of_mixing(steps: MicroSteps, start: int) -> None:

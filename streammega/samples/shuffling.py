@@ -27,7 +27,7 @@ MIXED_LANES = 512
 MIN_MIXED_SAMPLES = 1 << 14
 """Samples that are looked at, so that a source of a hundredth is judged."""
 MAX_MIXED_SAMPLES = 1 << 15
-"""Larger batches are judged by a part: a loader looks before its first batch."""
+"""Larger batches are judged by a part: a loader looks between its first two batches."""
 FIGURES = {
     "places_per_256": ("places", "4096ths of the data in 256 samples; more is better"),
     "neighbour_distance": ("neighbours", "samples between neighbours; more is better"),
