@@ -116,7 +116,7 @@ audit: $(STAMP)  ## known faults of the installed packages, and a bill of materi
 bench-peers:  ## .venv-bench, with the other loaders that tools/bench/table.py measures (a few GB)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	echo "torch==2.13.0" > .venv-bench/constraints.txt
+	printf 'torch==2.13.0\nhuggingface-hub<1\n' > .venv-bench/constraints.txt
 	for peer in -e.[convert,metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]' datasets grain; do \
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
 
