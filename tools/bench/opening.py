@@ -14,6 +14,7 @@ time, which other work on the machine moves least, without the server's.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import statistics
 import sys
@@ -44,6 +45,15 @@ OPENINGS = {
     f"a folder of {SHARDS:,} pairs": "folder",
 }
 STEPS = ("start", "torch", "ours", "settled", "construction", "batch")
+PARTS = {
+    "construction": "of that, opening: the construction of the loader",
+    "plans": "of that, plans of the first windows, in the engine's thread",
+    "bytes": "of that, the engine waits for bytes",
+    "fields": "of that, fields",
+    "kernels": "in all of these, kernels from their cache",
+    "CPU": "CPU, all threads",
+}
+"""What the time from construction to the first batch is made of; they overlap in part."""
 LATENCIES = (0.0, 0.02)
 SETTLE = 1.0
 """Seconds between imports and the rest, where imports are warm: a program has much else to do."""
@@ -140,8 +150,8 @@ def config_of(blend: Sequence[str], length: int, arguments: dict[str, Any]) -> A
 
 
 def first_batch(**arguments: Any) -> dict[str, float]:
-    """Seconds of each step to the first batch; "start": from before the process to its first
-    line.
+    """Seconds of each step to the first batch ("start": from before the process to its first line),
+    and of what the last two are made of: PARTS.
     """
     times = [arguments["began"], time.time()]
     import torch  # noqa: F401
@@ -152,14 +162,51 @@ def first_batch(**arguments: Any) -> dict[str, float]:
     times.append(time.time())
     time.sleep(arguments["settle"])
     times.append(time.time())
+    parts = timed_parts() if arguments["settle"] else {}
+    spent = time.process_time()
     config = config_of(["s3://data/web"], 4096, arguments)
     loader = StreamLoader(config, micro_batch_size=8, global_batch_size=64)
     times.append(time.time())
     next(iter(loader))
     times.append(time.time())
+    parts["CPU"] = time.process_time() - spent
     loader.close()
     steps = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
-    return dict(zip(STEPS, steps, strict=True))
+    return dict(zip(STEPS, steps, strict=True)) | parts
+
+
+def timed_parts() -> dict[str, float]:
+    """Seconds, in all threads together, of what a first batch is made of; they grow as it is made."""
+    from streammega.kernels import jit
+    from streammega.loading.lookahead import Lookahead
+    from streammega.loading.ready import Assembler
+    from streammega.storage.fetch.fetcher import Fetcher
+
+    parts: dict[str, float] = {}
+    kernels = jit._KernelCache
+    for name, owner, method in (
+        ("kernels", kernels, "load_overload"),
+        ("plans", Lookahead, "plan_window"),
+        ("bytes", Fetcher, "wait"),
+        ("fields", Assembler, "assemble"),
+    ):
+        parts[name] = 0.0
+        setattr(owner, method, adding_to(parts, name, getattr(owner, method)))
+    return parts
+
+
+def adding_to(parts: dict[str, float], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that adds its seconds to a part."""
+
+    @functools.wraps(call)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*arguments, **options)
+        finally:
+            parts[name] += time.perf_counter() - began
+
+    return timed
 
 
 def opening(**arguments: Any) -> dict[str, float]:
@@ -205,6 +252,7 @@ def first(chosen: argparse.Namespace) -> None:
             columns.append(
                 {
                     "from construction, imports warm": warm["construction"] + warm["batch"],
+                    **{title: warm[name] for name, title in PARTS.items()},
                     "from the start of the process": from_start(at_once),
                     "of that, torch's import": at_once["torch"],
                     "of that, our imports": at_once["ours"],
