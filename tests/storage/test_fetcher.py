@@ -22,7 +22,7 @@ from streammega.errors import EndpointError
 from streammega.storage import retry
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.derived_stores import DerivedStore
-from streammega.storage.fetch import fetcher
+from streammega.storage.fetch import fetcher, flow_control
 from streammega.storage.fetch.buffer_pool import rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.flow_control import (
@@ -33,6 +33,7 @@ from streammega.storage.fetch.flow_control import (
     MAX_COPIES,
     NEAR_BATCH_REQUESTS,
     OVERTAKERS,
+    size_class_of,
 )
 from streammega.storage.fetch.requests import (
     Answer,
@@ -347,15 +348,16 @@ def fetcher_that_knows_quick_answers(store: Any) -> Fetcher:
     # answer to one of their copies would be one to a request that was sent before all others.
     while made.flow.requests:
         time.sleep(0.001)
-    made.counters.hedges = made.counters.hedges_won = 0
+    made.counters.hedges = made.counters.hedges_won = made.flow._alone = 0
     return made
 
 
 @pytest.mark.parametrize("winner", [0, 1, 2])
 def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_requests_ended(
-    winner: int,
+    winner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All requests of one read are held until the test says."""
+    """All requests of one read are held until the test says. The storage is far."""
+    monkeypatch.setattr(flow_control, "NEAR", 0.0)
     gates = [threading.Event() for _ in range(MAX_COPIES)]
     asked: list[threading.Event] = []
 
@@ -377,6 +379,8 @@ def test_a_straggler_is_asked_for_three_times_and_its_memory_counts_until_all_re
         gates[winner].set()
         waiter.join(60)
         assert (made.counters.hedges, made.counters.hedges_won) == (2, winner > 0)
+        goes_alone = made.flow.batch_requests(size_class_of(size)) == 1
+        assert goes_alone == (winner > 0), "if the first was answered first, nothing was stuck"
         assert slow.buffer is not None
         assert (slow.buffer[:size] == 1).all()
         made.release([slow])

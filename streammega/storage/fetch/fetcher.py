@@ -382,7 +382,9 @@ class Fetcher:
             self.counters.duplicate_bytes += request.size
             return
         request.done = True
-        self.counters.hedges_won += is_further
+        if is_further:
+            self.counters.hedges_won += 1
+            self.flow.straggled(request.size_class)
         group = request.group
         group.missing -= 1
         if group.missing == 0:
@@ -453,7 +455,6 @@ class Fetcher:
             counters.hedges += 1
             request.copies += 1
             self._queue.push_hedge(request, counters.hedges)
-            self.flow.straggled(request.size_class)
 
 
 @atexit.register

@@ -263,7 +263,9 @@ class FlowControl:
             self._halved_at = now
 
     def straggled(self, size_class: int) -> None:
-        """A request is sent again because it takes long."""
+        """A further copy of a request was answered first. Where the first one was, it waited for a full
+        link or a core, and requests that go alone take more of both.
+        """
         if not self.latencies.is_near(size_class):
             self._alone = ALONE_AFTER_STRAGGLER
 
