@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ IS_CHECKED = os.environ.get("STREAMMEGA_CHECKED") == "1"
 """Whether every index of a kernel is compared with its array, by the environment: an IndexError in
 place of a crash or of wrong tokens. Kernels take several times as long then.
 """
+ARRAY_MODULE = "numba.np.arrayobj"
 KERNELS: list[Any] = []
 """All kernels of the modules that were imported."""
 
@@ -42,6 +46,29 @@ class _KernelCache(FunctionCache):
         """The compiled kernel for these types of arguments. None: it is not in the cache."""
         rtsys.initialize(target_context)  # allocates the arrays that kernels make
         return self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def loading_ahead() -> Iterator[None]:
+    """Load what the first kernels need, a tenth of a second, while the body waits for storage.
+
+    It has ended when the body has: a child that is forked meanwhile would wait for the import for ever.
+    """
+
+    def load() -> None:
+        rtsys.initialize(KERNELS[0].targetctx)
+        # machine code from the cache has it imported
+        importlib.import_module(ARRAY_MODULE)
+
+    thread = None
+    if KERNELS and ARRAY_MODULE not in sys.modules:
+        thread = threading.Thread(target=load, name="streammega-kernels", daemon=True)
+        thread.start()
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.join()
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -16,6 +16,7 @@ from streammega.config.validate import whole_number
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels import num_threads
+from streammega.kernels.jit import loading_ahead
 from streammega.order import Extents
 from streammega.order.schedule import check_in_samples
 from streammega.order.split import SPLITS
@@ -31,11 +32,12 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     """Samples of a split in the config's order. Raises ConfigError before any token is read."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    config = read_blend(config)
-    if split == "train":  # the others have no phases
-        check_in_samples(config.phases)
-    size = whole_number("global_batch_size", global_batch_size, 1)
-    return OPENED_BY[config.order](config, split_data(config, split), size)
+    with loading_ahead():
+        config = read_blend(config)
+        if split == "train":  # the others have no phases
+            check_in_samples(config.phases)
+        size = whole_number("global_batch_size", global_batch_size, 1)
+        return OPENED_BY[config.order](config, split_data(config, split), size)
 
 
 def _open_built(config: DataConfig, data: SplitData, _global_batch_size: int) -> SampleSource:

@@ -48,6 +48,17 @@ def theirs(ids):
     return np.sort(ids)[-1] + id_range(ids)[0]
 print(json.dumps([registered, int(theirs(ids))]))
 """
+OPENED = """
+import json, sys, threading
+from streammega import DataConfig, StreamingDataset
+from streammega.kernels.jit import ARRAY_MODULE
+before = ARRAY_MODULE in sys.modules
+config = DataConfig(blend=["mock://tokens=10000,length=100,seed=1"], sequence_length=64)
+StreamingDataset(config, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1)
+loading = [one.name for one in threading.enumerate() if one.name == "streammega-kernels"]
+registered = "numba.core.typing.cmathdecl" in sys.modules
+print(json.dumps([before, ARRAY_MODULE in sys.modules, registered, loading]))
+"""
 OUTSIDE = """
 import json
 import numpy as np
@@ -136,6 +147,12 @@ def test_a_kernel_of_the_cache_is_loaded_without_what_only_compiling_needs(tmp_p
     (registered, last), _ = run(LOADED_ALONE, NUMBA_CACHE_DIR=str(tmp_path))
     assert not registered
     assert last == 2
+
+
+def test_what_kernels_need_is_loaded_when_the_data_is_open(tmp_path: Path) -> None:
+    """A child that is forked then waits for no import."""
+    run(OPENED, NUMBA_CACHE_DIR=str(tmp_path))  # compiles
+    assert run(OPENED, NUMBA_CACHE_DIR=str(tmp_path))[0] == [False, True, False, []]
 
 
 def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_path: Path) -> None:
