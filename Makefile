@@ -56,8 +56,9 @@ docs-serve: $(STAMP)  ## show the site on http://127.0.0.1:8000, with each chang
 browser: docs  ## look at the site and view in chromium (Debian: apt-get install chromium), at desktop and phone width; pictures in browser-run/
 	$(BIN)/python tools/browser.py
 
-soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, random calls of loaders, sequences of conversions, kernels that check every index (two to three hours)
+soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches, random calls of loaders, sequences of conversions, ten times the random cases of make test, kernels that check every index (two to three hours)
 	$(PYTEST) -n 2 -m soak --timeout 1800
+	STREAMMEGA_EXAMPLES=10 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m many_examples --timeout 1800
 	STREAMMEGA_CHECKED=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 -m "not soak" --timeout 900 tests/kernels tests/loading --ignore tests/kernels/test_warmup.py
 
 soak-long: $(STAMP)  ## an hour at a low rate with outages of two minutes: memory, threads, descriptors and speed stay; goes on where it was ended (SOAK="--hours 8")
