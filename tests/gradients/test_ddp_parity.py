@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from streammega import BucketedDataParallel
+from tests.support.examples import examples
 from tests.support.gang import Gang
 
 WIDTH = 3
@@ -199,7 +200,8 @@ def tolerance(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> float:
 
 
 @pytest.mark.guarantee("gradients-torch-ddp")
-@settings(max_examples=80)
+@pytest.mark.many_examples
+@settings(max_examples=examples(25))
 @given(case=CASES)
 def test_random_models_have_the_gradients_of_torchs_ddp(gang: Gang, case: Case) -> None:
     gang.run(2, compare, case)

@@ -36,7 +36,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 """Computes in bf16; parameters and sums of gradients are fp32."""
-STEPS = 6
+HALF = 2
+STEPS = 4
 
 
 class Odd(nn.Module):
@@ -134,7 +135,7 @@ def uninterrupted(
 
 def save_half(rank: int, kind: str, sharded: bool, folder: Path, narrow: bool = False) -> None:
     run = Run(kind, sharded, narrow)
-    run.steps(0, 3)
+    run.steps(0, HALF)
     run.save(folder)
 
 
@@ -146,8 +147,8 @@ def go_on(
     for group in run.optimizer.param_groups:
         group["lr"] = 123.0
     run.load(folder)
-    assert {group["lr"] for group in run.optimizer.param_groups} == {0.002 * 3}
-    return run.steps(3, STEPS)
+    assert {group["lr"] for group in run.optimizer.param_groups} == {0.002 * HALF}
+    return run.steps(HALF, STEPS)
 
 
 @pytest.mark.guarantee("optimizer-state-goes", "sharded-trains-as-one")
@@ -180,17 +181,17 @@ def test_a_run_that_computes_in_bf16_goes_on_with_its_fp32_parameters_to_the_bit
 def test_a_state_is_saved_in_the_background(rank: int, tmp_path: Path) -> None:
     """Training goes on meanwhile."""
     run = Run("AdamW fused", True, narrow=True)
-    run.steps(0, 3)
+    run.steps(0, HALF)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # of its own, or messages of saving would meet those of training
         group = dist.new_group(backend="gloo")
         pending: Any = dcp.async_save(run.state(), checkpoint_id=tmp_path, process_group=group)
-    expected = run.steps(3, STEPS)
+    expected = run.steps(HALF, STEPS)
     pending.result()
     again = Run("AdamW fused", True, narrow=True)
     again.load(tmp_path)
-    assert again.steps(3, STEPS) == expected
+    assert again.steps(HALF, STEPS) == expected
 
 
 @pytest.mark.guarantee("sharded-clips")

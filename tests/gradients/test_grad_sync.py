@@ -518,7 +518,7 @@ def compare_with_ddp(rank: int, ways: list[str], wide: bool) -> None:
     off = 1e-5 if wide or dist.get_world_size() > 2 else 0.0
     common = random.Random(1)
     own = random.Random(rank)
-    for step in range(24):
+    for step in range(12):
         how = common.choice(ways)
         count = common.randint(1, 3)
         used = [own.sample([1, 2, 3], own.randint(0, 2)) for _ in range(count)]

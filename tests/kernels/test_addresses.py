@@ -19,6 +19,7 @@ from streammega.kernels.plan import count_down
 from streammega.samples.gather import Gatherer
 from streammega.storage.seekable_zstd import Frames
 from tests.support.builders import data_config, write_dataset
+from tests.support.examples import examples
 
 LARGEST = 2**63 - 1
 SIZES = st.one_of(st.integers(-3, 40), st.sampled_from([LARGEST, -LARGEST, 2**62, 2**32]))
@@ -29,12 +30,13 @@ def int64(*values: int) -> np.ndarray:
 
 
 @pytest.mark.guarantee("addresses-inside-memory")
+@pytest.mark.many_examples
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=3),
     rows=st.lists(st.tuples(st.integers(-1, 3), SIZES, SIZES, SIZES), max_size=4),
     room=st.integers(0, 30),
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(80))
 def test_stretches_are_copied_if_all_are_inside_and_none_if_one_is_not(
     lengths: list[int], rows: list[tuple[int, int, int, int]], room: int
 ) -> None:
@@ -105,8 +107,9 @@ ROWS = st.tuples(
 
 
 @pytest.mark.guarantee("addresses-inside-memory")
+@pytest.mark.many_examples
 @given(rows=st.lists(ROWS, min_size=1, max_size=4), cut=st.integers(0, 4))
-@settings(max_examples=1000)
+@settings(max_examples=examples(200))
 def test_rows_of_any_plan_are_in_memory_or_the_first_that_is_not_is_named(
     rows: list[tuple[int, int, int, int, int]], cut: int
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import DataConfig, kernels
@@ -26,6 +26,7 @@ from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler, _draw_wide
 from streammega.samples.fields import batch_fields
 from streammega.samples.rows import coalesce
+from tests.support.examples import examples
 
 
 def test_files_of_kernels_have_the_digests_of_those_that_they_call() -> None:
@@ -98,6 +99,8 @@ def sample_index_by_search(
     return np.array(result)
 
 
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda x: sum(x) > 1),
     size=st.integers(1, 20),
@@ -191,6 +194,8 @@ def test_fields_are_what_numpy_says(
 
 
 @pytest.mark.guarantee("fields-megatron-dtypes")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     samples=st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5),
     width=st.integers(2, 9),
@@ -260,6 +265,8 @@ def test_rows_are_served_from_one_chunk_whose_pages_are_all_there() -> None:
     assert offset.tolist() == [0, 1001, 0, 0, 0, 0, 2005]
 
 
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8),
     data=st.data(),

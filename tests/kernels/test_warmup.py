@@ -45,7 +45,7 @@ id_range(ids)
 registered = "numba.core.typing.cmathdecl" in sys.modules
 @numba.njit
 def theirs(ids):
-    return np.sort(ids)[-1] + id_range(ids)[0]
+    return ids.max() + id_range(ids)[0]
 print(json.dumps([registered, int(theirs(ids))]))
 """
 OPENED = """
@@ -130,21 +130,29 @@ def run(code: str, *arguments: str, **environment: str) -> tuple[Any, str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_one_line_tells_that_kernels_are_compiled(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
+    """A cache with the kernel of ONE_KERNEL; what the process that compiled it told, and its stderr."""
+    cache = tmp_path_factory.mktemp("numba")
+    return cache, *run(ONE_KERNEL, NUMBA_CACHE_DIR=str(cache))
+
+
+def test_one_line_tells_that_kernels_are_compiled(filled: tuple[Path, Any, str]) -> None:
     """Only where none is in the cache; the next process finds them there, and tells nothing."""
-    (folder, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
-    assert tmp_path in Path(folder).parents
+    cache, (folder, misses), stderr = filled
+    assert cache in Path(folder).parents
     assert misses == 2
     assert stderr.count("streammega warmup") == 1
-    (_, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
+    (_, misses), stderr = run(ONE_KERNEL, NUMBA_CACHE_DIR=str(cache))
     assert misses == 0
     assert stderr == ""
 
 
-def test_a_kernel_of_the_cache_is_loaded_without_what_only_compiling_needs(tmp_path: Path) -> None:
+def test_a_kernel_of_the_cache_is_loaded_without_what_only_compiling_needs(
+    filled: tuple[Path, Any, str],
+) -> None:
     """numba takes half a second for that in each new process. What is compiled later gets it."""
-    run(ONE_KERNEL, NUMBA_CACHE_DIR=str(tmp_path))
-    (registered, last), _ = run(LOADED_ALONE, NUMBA_CACHE_DIR=str(tmp_path))
+    (registered, last), _ = run(LOADED_ALONE, NUMBA_CACHE_DIR=str(filled[0]))
     assert not registered
     assert last == 2
 
@@ -187,7 +195,10 @@ def test_kernels_of_a_user_without_a_home_are_kept_in_a_temporary_folder_of_its_
 def read_only_package(folder: Path) -> dict[str, str]:
     """Copies the package to where its kernels find no place for a cache: the environment for it."""
     package = folder / "streammega"
-    leave_out = shutil.ignore_patterns("__pycache__")
+
+    def leave_out(within: str, _: list[str]) -> list[str]:
+        return ["__pycache__"] if Path(within).name == "kernels" else []
+
     shutil.copytree(Path(streammega.__path__[0]), package, ignore=leave_out)
     (package / "kernels" / "__pycache__").touch()  # no folder can be made of this name
     return {"NUMBA_CACHE_DIR": "", "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}

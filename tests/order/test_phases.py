@@ -28,6 +28,7 @@ from streammega.order.extents import Extents, merge_extents
 from streammega.order.quality import place_shares
 from streammega.order.schedule import TrainingSchedule
 from streammega.order.stream_order import StreamOrder, usage_of
+from tests.support.examples import examples
 
 LENGTH = 5
 LONGEST = 12
@@ -256,8 +257,9 @@ def test_threads_that_read_phases_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.guarantee("phases-lane-goes")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=chains())
-@settings(deadline=None)
 def test_every_lane_goes_on_in_each_dataset_where_it_was(order: PhasedOrder) -> None:
     total = length_of(order)
     assert rows(order.locate(np.arange(total))) == Lanes(order).locate(total)
@@ -278,8 +280,9 @@ def check_ids_and_past(
 
 
 @pytest.mark.guarantee("later-phase-never")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=chains(), data=st.data())
-@settings(deadline=None)
 def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
     order: PhasedOrder, data: st.DataObject
 ) -> None:
@@ -287,8 +290,9 @@ def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
 
 
 @pytest.mark.guarantee("data-come-go", "phases-lane-goes", "phase-samples-may")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=chains())
-@settings(deadline=None)
 def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrder) -> None:
     """Over all phases: of each dataset and run, the draws of an epoch are so many different samples
     as the run has, as soon as its lanes are past it.
@@ -312,8 +316,9 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
 
 
 @pytest.mark.guarantee("phases-lane-goes")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=chains(), samples=st.integers(0, 400))
-@settings(deadline=None)
 def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, samples: int) -> None:
     for number, phase in enumerate(order.phases):
         counts = phase.counts(samples) - phase.counts(0)
@@ -332,8 +337,9 @@ def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, sa
 
 
 @pytest.mark.guarantee("ranks-micro-batches")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=chains())
-@settings(deadline=None)
 def test_ranks_own_their_lanes_in_every_phase(order: PhasedOrder) -> None:
     for phase in order.phases:
         ids = phase.first_sample + np.arange(3 * phase.lanes)

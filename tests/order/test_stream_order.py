@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import streammega
@@ -35,6 +35,7 @@ from streammega.order.stream_order import StreamOrder, default_block_bytes, defa
 from streammega.samples.open import open_source
 from tests.order.test_phases import chain_of, golden_order
 from tests.support.builders import write_random_pair
+from tests.support.examples import examples
 from tests.support.servers import http_server
 
 LANES = st.sampled_from([1, 2, 6, 8, 12, 48, 96])
@@ -80,6 +81,8 @@ def rows(extents: Extents) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.guarantee("fetches-token-once")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=orders())
 def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOrder) -> None:
     size = int(order.layout.datasets["size"][0])
@@ -97,6 +100,8 @@ def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOr
 
 
 @pytest.mark.guarantee("runs-tile-dataset")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=orders(), epoch=st.integers(0, 3))
 def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
     order: StreamOrder, epoch: int
@@ -127,6 +132,8 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
 
 
 @pytest.mark.guarantee("small-data-shuffled")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=orders(), epochs=st.integers(1, 5))
 def test_samples_are_used_equally_often(order: StreamOrder, epochs: int) -> None:
     """A lane has a run of at least 32 samples, or all lanes have one."""
@@ -179,6 +186,8 @@ def test_a_batch_of_a_small_dataset_comes_from_everywhere(tokens: int, length: i
 
 
 @pytest.mark.guarantee("1-batch-function")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     order=orders(count=3),
     start=st.integers(0, 5000),
@@ -197,6 +206,8 @@ def test_locating_is_a_function_of_the_id_alone(
 
 
 @pytest.mark.guarantee("blends-exact-fractions", "lane-dataset-share")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(order=orders(count=4), steps=st.integers(1, 60))
 def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(
     order: StreamOrder, steps: int
@@ -473,7 +484,7 @@ def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
             ranks = (1, 3, 6, 2)[step % 4] if consumed % 24 == 0 else 1
             got = tokens_of(config, ranks, 1, 24, state)
             assert got == {sample: reference[sample] for sample in range(consumed, consumed + 24)}
-        if step == 60:
+        if step == 30:
             break
     loader.close()
 
