@@ -49,6 +49,7 @@ from tests.support.column_runs import (
     write_other_columns,
 )
 from tests.support.columns import add_column, hashed
+from tests.support.examples import examples
 from tests.support.gang import Gang
 from tests.support.servers import S3
 
@@ -111,7 +112,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.guarantee("columns-written-once")
-@settings(max_examples=20)
+@pytest.mark.many_examples
+@settings(max_examples=examples(10))
 @given(
     kind=st.sampled_from([*KINDS, "packed"]),
     dtype=st.sampled_from(DTYPES),
@@ -239,12 +241,12 @@ def test_a_kill_at_every_operation_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     fate = Fate(monkeypatch)
-    sizes = itertools.cycle([1, 2, 3, 4])
+    sizes = itertools.cycle([1, 2, 3])
     for last in itertools.count(1):
         name = tmp_path / f"d{last}" / "web"
-        write_lengths(str(name), [90, 45, 70])
+        write_lengths(str(name), [50, 30, 25])
         config = config_of(name)
-        run = Run(config, COLUMNS, 12)
+        run = Run(config, COLUMNS, 6)
         fate.sentence(last, before)
         try:
             run.go(2)
@@ -654,7 +656,7 @@ def test_columns_in_a_bucket(s3: S3, tmp_path: Path) -> None:
     config = replace(config_of(f"s3://{bucket}/data/web"), storage=storage)
     run = Run(config, COLUMNS, 12)
     run.go(2, 7)
-    run.go(12)
+    run.go(4)
     manifest = check_published(config, COLUMNS)
     assert manifest.seen_at
     assert all(file and file.etag for column in manifest.columns for file in column.files)

@@ -23,8 +23,8 @@ from tests.support.rank_programs import error_of_opening, open_and_read, open_lo
 from tools.bench.object_server import Running, running
 
 SIZES: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4}
-DATASETS = 10
-SHARDS = 10
+DATASETS = 4
+SHARDS = 4
 
 
 @pytest.fixture(scope="module")
