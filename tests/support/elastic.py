@@ -8,6 +8,7 @@ ranks after a restart for eight.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import runpy
 import signal
@@ -18,22 +19,27 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tests.support.processes import Family
+
 
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended, and what all of its ranks have written.
 
+    error: what torchrun says of ranks that failed.
     said_last: when one of them wrote to its log last, by time.time: what it says of its end is
     followed by it.
     """
 
     good: bool
+    error: str
     printed: str
     log: str
     said_last: float
@@ -72,12 +78,43 @@ def run(
     with handlers_of_signals_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            elastic_launch(config, _run_program)(program, arguments, surroundings, meeting)
-            good = True
-        except ChildFailedError:
-            good = False
+            launched = elastic_launch(config, _run_program)
+            launched(program, arguments, surroundings, logs, meeting)
+            error = ""
+        except ChildFailedError as failure:
+            error = str(failure)
     said_last = max(path.stat().st_mtime for path in logs.rglob("stderr.log"))
-    return Outcome(good, _all_of(logs, "stdout.log"), _all_of(logs, "stderr.log"), said_last)
+    logged = _all_of(logs, "stdout.log"), _all_of(logs, "stderr.log")
+    return Outcome(not error, error, *logged, said_last)
+
+
+def launch_agent(
+    folder: Path,
+    ranks: int,
+    program: Callable[[list[str]], int],
+    arguments: list[str],
+    environment: dict[str, str],
+) -> Family:
+    """The same in a fork, which may be signalled; at its end it writes what its ranks wrote to its
+    own log.
+    """
+    return Family(folder, 1, _run_agent, folder, ranks, program, arguments, environment)
+
+
+def _run_agent(_: int, folder: Path, *job: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
+    multiprocessing.current_process().daemon = False  # it has children
+    try:
+        outcome = run(folder, *job)
+    finally:
+        print(_all_of(folder, "stderr.log"), file=sys.stderr, flush=True)
+    if not outcome.good:
+        sys.exit(outcome.error)
+
+
+def pids_of_ranks(folder: Path) -> list[int]:
+    """Those of the jobs of a folder."""
+    return [int(path.read_text()) for path in folder.glob("elastic-*/*.pid")]
 
 
 def run_script(arguments: list[str]) -> int:
@@ -107,8 +144,10 @@ def _run_program(
     program: Callable[[list[str]], int],
     arguments: list[str],
     environment: dict[str, str],
+    logs: Path,
     meeting: Path | None,
 ) -> None:
+    (logs / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     os.environ.update(environment)
     torch.set_num_threads(1)
     code = program(arguments)

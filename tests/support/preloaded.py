@@ -16,6 +16,7 @@ import filelock
 import hypothesis  # noqa: F401 - imported for the forks, as what follows without a use here
 import numpy as np
 import pytest  # noqa: F401
+import s3fs  # noqa: F401
 
 import streammega.train.trainer  # noqa: F401
 import tests.support.gang

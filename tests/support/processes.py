@@ -69,6 +69,8 @@ def _serve_forks(listener: int, alive: int) -> None:
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
+    # Its lock is held where this process was forked: children that ask for forks would wait.
+    forkserver._forkserver.__init__()  # type: ignore[misc]
     select.select([listener, alive], [], [])  # the kernels are for those who fork
     forkserver.main(listener, alive, ["tests.support.preloaded"])
 

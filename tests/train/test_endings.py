@@ -22,6 +22,7 @@ from streammega.cli.main import main as command_line
 from streammega.train.run_log import read_metrics
 from streammega.train.signals import ONE_REQUEST
 from streammega.train.trainer import Trainer
+from tests.support import elastic, faulty_train
 from tests.support.builders import write_small_run
 from tests.support.checkpoint_programs import checkpoint_records
 from tests.support.processes import Family, launch, python_environment
@@ -38,9 +39,24 @@ def run_file(tmp_path: Path, pair: str) -> Path:
     return Path(write_small_run(tmp_path, pair, **endless))
 
 
-def start_torchrun(run_file: Path, *program: str, fault: str = "") -> Family:
-    """A run of torchrun on two ranks, which are interpreters of their own; torchrun is a fork."""
-    return start_fork(run_file, *TORCHRUN, *program, fault=fault)
+LAUNCHERS = pytest.mark.parametrize(
+    "launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.soak)]
+)
+"""agent: that of torchrun in a fork, whose ranks are forks too. torchrun: a fork, whose ranks are
+interpreters of their own, which import torch for seconds.
+"""
+
+
+def start_torchrun(run_file: Path, launcher: str, fault: str = "") -> Family:
+    """A run on two ranks that has trained some steps, or has come to its fault."""
+    if launcher == "torchrun":
+        program = [FAULTY] if fault else PROGRAM["module"]
+        return start_fork(run_file, *TORCHRUN, *program, fault=fault)
+    arguments = [str(run_file), "data.order=stream"]
+    job = 2, faulty_train.run, arguments, {"FAULT": fault}
+    family = elastic.launch_agent(run_file.parent, *job)
+    wait_for_steps(run_file, lambda: family.ended(0, within=0)[0], fault)
+    return family
 
 
 def start_fork(run_file: Path, *program: str, fault: str = "") -> Family:
@@ -180,10 +196,12 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
     assert "Traceback" not in log
 
 
-def ranks_of(torchrun: Family) -> list[psutil.Process]:
-    """The processes that a torchrun has started."""
+def ranks_of(torchrun: Family, run_file: Path) -> list[psutil.Process]:
+    """The processes that a torchrun has started; those of an agent are children of the server of
+    forks.
+    """
     ranks: list[psutil.Process] = psutil.Process(torchrun.members[0].pid).children(recursive=True)
-    return ranks
+    return ranks + [psutil.Process(pid) for pid in elastic.pids_of_ranks(run_file.parent)]
 
 
 def check_that_torchrun_ends(torchrun: Family, ranks: list[psutil.Process], within: float) -> str:
@@ -198,13 +216,17 @@ def check_that_torchrun_ends(torchrun: Family, ranks: list[psutil.Process], with
 
 
 @pytest.mark.guarantee("sigterm-ctrl-c")
-def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
+@LAUNCHERS
+def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(
+    run_file: Path, launcher: str
+) -> None:
     """Terminals signal all processes, and torchrun its ranks once more.
 
     It says so itself, with a traceback of its own.
     """
-    torchrun = start_torchrun(run_file, "-m", "streammega.train")
-    ranks = ranks_of(torchrun)
+    torchrun = start_torchrun(run_file, launcher)
+    ranks = ranks_of(torchrun, run_file)
+    assert len(ranks) >= 2
     torchrun.signal(signal.SIGINT, 0)
     for rank in ranks:
         rank.send_signal(signal.SIGINT)
@@ -216,10 +238,12 @@ def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Pa
 
 
 @pytest.mark.guarantee("sigterm-ctrl-c")
-def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> None:
+@LAUNCHERS
+def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path, launcher: str) -> None:
     """Rank 1 waits for data that do not come, rank 0 for rank 1, where Python cannot reach it."""
-    torchrun = start_torchrun(run_file, FAULTY, fault="1:5:hang")
-    ranks = ranks_of(torchrun)
+    torchrun = start_torchrun(run_file, launcher, fault="1:5:hang")
+    ranks = ranks_of(torchrun, run_file)
+    assert len(ranks) >= 2
     torchrun.signal(signal.SIGINT, 0)
     time.sleep(1.5 * ONE_REQUEST)
     assert all(rank.is_running() for rank in ranks)
@@ -249,11 +273,16 @@ def test_a_defect_ends_a_run_with_one_message_and_its_traceback_is_a_log_record(
 
 
 @pytest.mark.guarantee("no-traceback")
+@LAUNCHERS
 def test_torchrun_ends_with_the_one_message_of_what_is_wrong_with_the_settings(
-    run_file: Path,
+    run_file: Path, launcher: str
 ) -> None:
-    command = [*TORCHRUN, "-m", "streammega.train", str(run_file), "train.micro_batch_size=3"]
-    torchrun = launch(run_file.parent, 1, command)
+    arguments = [str(run_file), "train.micro_batch_size=3"]
+    if launcher == "torchrun":
+        torchrun = launch(run_file.parent, 1, [*TORCHRUN, *PROGRAM["module"], *arguments])
+    else:
+        job = 2, faulty_train.run, arguments, {"FAULT": ""}
+        torchrun = elastic.launch_agent(run_file.parent, *job)
     assert torchrun.ended(0, within=120) == [1]
     log = torchrun.log(0)
     message = "is not a multiple of micro_batch_size 3 x dp_size 2; change one of the three"
