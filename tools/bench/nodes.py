@@ -66,7 +66,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "full": Size(256 << 20, 8 << 20, (1, 2, 4), 2),
-    "small": Size(24 << 20, 2 << 20, (2,), 1),
+    "small": Size(12 << 20, 1 << 20, (2,), 1),
 }
 
 
