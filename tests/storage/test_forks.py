@@ -230,16 +230,16 @@ def go_on():
         read(1)
 
 def fork():
-    for number in range(4):
+    for number in range(2):
         child = os.fork()
         if child == 0:
             read(3)
-            if number % 4 == 1:
+            if number == 1:
                 del globals()["store"]
             gc.collect()
             failed = 7 if failures else 0
             # sys.exit in another thread than the main one ends that thread alone
-            if number % 2 or threading.current_thread() is forker:
+            if number == 1 or threading.current_thread() is forker:
                 os._exit(failed)
             sys.exit(failed)
         children.append(os.waitpid(child, 0)[1])
@@ -267,7 +267,7 @@ def test_forks_while_requests_are_in_flight_from_any_thread_harm_nobody(objects:
     """
     objects.behave(latency=0.005)
     quiet = "import warnings\nwarnings.filterwarnings('ignore')\n"
-    assert run_python(quiet + IN_FLIGHT, objects.endpoint) == f"{[0] * 8} []\n"
+    assert run_python(quiet + IN_FLIGHT, objects.endpoint) == f"{[0] * 4} []\n"
 
 
 NEVER_USED = """
@@ -301,11 +301,14 @@ end = threading.Event()
 
 @kernel
 def largest(values):
-    return np.sort(values)[-1]
+    most = values[0]
+    for value in values:
+        most = max(most, value)
+    return most
 
 def compile_others():
     while not end.is_set():
-        numba.njit(lambda values: np.unique(values).size)(array)
+        numba.njit(lambda values: values.sum())(array)
 
 thread = threading.Thread(target=compile_others)
 thread.start()

@@ -120,6 +120,10 @@ def settle(loader: StreamLoader) -> None:
         time.sleep(0.01)
 
 
+KEY_LASTS = 50
+"""Batches."""
+
+
 @pytest.mark.guarantee("credentials-expire-read")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_credentials_that_expire_during_a_run_are_replaced(
@@ -129,7 +133,9 @@ def test_credentials_that_expire_during_a_run_are_replaced(
 
     def hand_out(number: int) -> None:
         """The next key; a moment later the server knows no former one."""
-        known = {f"STS.{n}": {"secret": "s", "token": f"token-{n}"} for n in (number - 100, number)}
+        known = {
+            f"STS.{n}": {"secret": "s", "token": f"token-{n}"} for n in (number - KEY_LASTS, number)
+        }
         oss.know(**known)
         fields = {
             "AccessKeyId": f"STS.{number}",
@@ -138,18 +144,18 @@ def test_credentials_that_expire_during_a_run_are_replaced(
         }
         (tmp_path / "next").write_text(json.dumps(fields))
         os.replace(tmp_path / "next", path)
-        del known[f"STS.{number - 100}"]
+        del known[f"STS.{number - KEY_LASTS}"]
         oss.know(**known)
 
     hand_out(0)
     storage = storage_of(oss, transport, endpoint=oss.endpoint, credentials_file=str(path))
     # a fraction of the data, so that much is left to be read with later keys
-    storage = replace(storage, memory_bytes=120_000)
-    config = config_of("stream", f"oss://{bucket}", tmp_path, storage)
+    storage = replace(storage, memory_bytes=80_000)
+    config = config_of("stream", f"oss://{bucket}", tmp_path, storage, samples=1000)
     got = []
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         for number, batch in enumerate(loader):
-            if number and number % 100 == 0:
+            if number and number % KEY_LASTS == 0:
                 settle(loader)
                 hand_out(number)
             got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
