@@ -7,8 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from streammega.storage.cache import PageCache, cache_folder, open_cached
 from streammega.storage.cache.chunk_file import ChunkFile
 from tests.support.builders import write_dataset
 from tests.support.outages import NEED_NAMESPACE, OUTAGES, WRITE_OUTAGES, in_namespace
+from tests.support.processes import launch
 from tests.support.servers import S3, http_server
 from tests.support.streams import write_data
 from tools.soak_long import complaints
@@ -52,25 +51,29 @@ def pairs(kinds: Iterable[str], first: str, only: Sequence[str] = OUTAGES) -> li
 
 
 def read_through(kind: str, transport: str, folder: Path, seconds: float, timeout: float) -> Any:
-    """What tests/support/outage_programs.py prints, run where names and disks can fail."""
+    """What tests/support/outage_programs.py prints."""
     write_data(folder)
     (folder / "disk").mkdir()
-    needs = kind in NEED_NAMESPACE
-    arguments = [kind, transport, str(folder), seconds, timeout, needs]
+    arguments = [kind, transport, str(folder), seconds, timeout]
     return answer_of("tests.support.outage_programs", arguments, kind, folder)
 
 
 def answer_of(module: str, arguments: Sequence[Any], kind: str, folder: Path) -> Any:
-    """What a program prints, run where names and disks can fail if this kind needs that."""
-    command = [sys.executable, "-m", module, json.dumps(arguments)]
-    if kind in NEED_NAMESPACE:
-        command = in_namespace(folder / "hosts", folder / "disk", command)
-        if not command:
-            pytest.skip("this machine has no user namespaces")
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert not any(secret in run.stdout + run.stderr for secret in SECRETS)
-    return json.loads(run.stdout.splitlines()[-1])
+    """What a program prints in a fork, which goes where names and disks can fail if this kind needs
+    that.
+    """
+    if kind in NEED_NAMESPACE and not in_namespace(folder / "hosts", folder / "disk", ["true"]):
+        pytest.skip("this machine has no user namespaces")
+    family = launch(folder, 1, ["-m", module, json.dumps(arguments)])
+    try:
+        codes = family.ended(0, within=240)
+    finally:
+        family.close()
+    log = family.log(0)
+    assert codes == [0], log[-3000:]
+    assert not any(secret in log for secret in SECRETS)
+    (answer,) = [line for line in log.splitlines() if line.startswith('{"error"')]
+    return json.loads(answer)
 
 
 @pytest.mark.guarantee("outages-waited")
@@ -78,7 +81,7 @@ def answer_of(module: str, arguments: Sequence[Any], kind: str, folder: Path) ->
 def test_a_run_waits_for_the_end_of_an_outage_says_so_and_goes_on(
     kind: str, transport: str, tmp_path: Path
 ) -> None:
-    answer = read_through(kind, transport, tmp_path, seconds=4.0, timeout=60)
+    answer = read_through(kind, transport, tmp_path, seconds=2.5, timeout=60)
     assert answer["error"] == ""
     assert answer["equal"]
     assert answer["whole"]

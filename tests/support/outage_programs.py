@@ -18,7 +18,8 @@ from streammega.errors import StorageError
 from streammega.storage import retry
 from streammega.storage.backends import obstore
 from streammega.storage.cache import cache_folder
-from tests.support.outages import Outages
+from streammega.storage.fetch import flow_control
+from tests.support.outages import NEED_NAMESPACE, Outages, enter_namespace
 from tests.support.streams import blend_of, config_of, impatient, stream
 from tools.bench.object_server import running
 
@@ -27,11 +28,15 @@ BEGINS_AT = 20
 
 
 def read_through(
-    kind: str, transport: str, folder: Path, seconds: float, timeout: float, space: bool
+    kind: str, transport: str, folder: Path, seconds: float, timeout: float
 ) -> dict[str, Any]:
-    """seconds: of the outage. timeout: `retry_timeout`. space: whether there is a namespace."""
+    """seconds: of the outage. timeout: `retry_timeout`."""
+    has_namespace = kind in NEED_NAMESPACE
+    if has_namespace:
+        enter_namespace(folder / "hosts", folder / "disk")
     retry.MAX_PAUSE = 0.2
     retry.WARN_AFTER_S = 0.5
+    flow_control.MAX_INTERVAL = 0.05  # or requests would go one by one for seconds afterwards
     obstore.LAST_RANGE_TIMEOUT = 0.4  # which is no longer than WARN_AFTER_S
     cache_folder.FULL_SECONDS = 0.2
     said: list[str] = []
@@ -40,16 +45,16 @@ def read_through(
     logging.getLogger("streammega").addHandler(handler)
     cache = folder / "disk"
     with running(folder) as server:
-        outages = Outages(server, folder / "hosts" if space else None, cache)
+        outages = Outages(server, folder / "hosts" if has_namespace else None, cache)
         storage = replace(
             impatient(outages.storage_options(), transport, read_timeout=1.0),
             retry_timeout=timeout,
             request_timeout=1.0 if kind == "drip" else 8.0,
-            memory_bytes=120_000,  # a fraction of the data, so that much is read during the outage
+            memory_bytes=80_000,  # a fraction of the data, so that much is read during the outage
             cache_dir=cache if kind == "disk full" else None,
             cache_max_bytes=1 << 30 if kind == "disk full" else 0,
         ).tuned(max_retries=None, cache_chunk_bytes=1 << 20)
-        config = config_of("stream", "s3:/", folder / "index", storage, samples=2400)
+        config = config_of("stream", "s3:/", folder / "index", storage, samples=800)
         expected = stream(replace(config, blend=blend_of(folder)))
         got = []
         answer: dict[str, Any] = {"error": ""}
@@ -65,7 +70,7 @@ def read_through(
                         timer = threading.Timer(seconds, outages.end, [kind])
                         timer.start()
                     if kind == "disk full":
-                        time.sleep(0.01)  # longer than the outage
+                        time.sleep(0.015)  # longer than the outage
                     got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
             except StorageError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
@@ -80,5 +85,5 @@ def read_through(
 
 
 if __name__ == "__main__":
-    kind, transport, folder, seconds, timeout, space = json.loads(sys.argv[1])
-    print(json.dumps(read_through(kind, transport, Path(folder), seconds, timeout, space)))
+    kind, transport, folder, seconds, timeout = json.loads(sys.argv[1])
+    print(json.dumps(read_through(kind, transport, Path(folder), seconds, timeout)))

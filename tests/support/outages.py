@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -37,6 +38,8 @@ NEED_NAMESPACE = OUTAGES[6:]
 """They need a user namespace: see `in_namespace`."""
 HOST = "soak.test"
 DAY = 86_400
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
 
 
 _time = time.time
@@ -281,11 +284,29 @@ def in_namespace(hosts: Path, disk: Path, command: list[str]) -> list[str]:
     Empty where this machine has no user namespaces.
     """
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.1 {HOST}\n")
-    mounts = f"mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    mounts += f" && mount -t tmpfs -o size=64m none {shlex.quote(str(disk))}"
+    mounts = _mounts(hosts, disk)
     shell = ["unshare", "-rm", "sh", "-c"]
     try:
         subprocess.run([*shell, mounts], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return []
     return [*shell, f'{mounts} && exec "$@"', "sh", *command]
+
+
+def enter_namespace(hosts: Path, disk: Path) -> None:
+    """The same for this process, which must have one thread, where `in_namespace` works."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    own = Path("/proc/self")
+    (own / "setgroups").write_text("deny")
+    (own / "uid_map").write_text(f"0 {user} 1")
+    (own / "gid_map").write_text(f"0 {group} 1")
+    mounts = f"mount --make-rprivate / && {_mounts(hosts, disk)}"
+    subprocess.run(["sh", "-c", mounts], check=True)
+
+
+def _mounts(hosts: Path, disk: Path) -> str:
+    """What a shell does in a namespace."""
+    mounts = f"mount --bind {shlex.quote(str(hosts))} /etc/hosts"
+    return f"{mounts} && mount -t tmpfs -o size=64m none {shlex.quote(str(disk))}"

@@ -16,12 +16,13 @@ from streammega import IndexedDataset, StorageConfig
 from streammega.convert import convert
 from streammega.errors import StreammegaError
 from streammega.storage import retry
+from streammega.storage.backends import obstore
 from streammega.train.checkpoints.checkpointer import Checkpointer
 from streammega.train.checkpoints.store import CheckpointStore
 from streammega.train.parallel_model import ParallelModel, named_parameters
 from tests.support.builders import write_run_file
 from tests.support.model_programs import model_of
-from tests.support.outages import WriteOutages, fill
+from tests.support.outages import NEED_NAMESPACE, WriteOutages, enter_namespace, fill
 
 MIB = 1 << 20
 
@@ -30,7 +31,9 @@ def write_through(
     job: str, kind: str, transport: str, folder: Path, target: str, seconds: float, timeout: float
 ) -> dict[str, Any]:
     """job: "convert" or "checkpoint". target: an S3 server and a bucket. seconds: of the outage."""
-    retry.MAX_PAUSE = 0.2
+    if kind in NEED_NAMESPACE:
+        enter_namespace(folder / "hosts", folder / "disk")
+    retry.MAX_PAUSE = obstore.MAX_PAUSE = 0.2  # type: ignore[attr-defined]
     retry.WARN_AFTER_S = 0.5
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
