@@ -345,13 +345,13 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
 @pytest.mark.guarantee("endpoint-never-answered")
 def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
     with http_server({"/bucket/key": b"abcdef"}) as server:
-        store, key = server.open(retry_timeout=5)
+        store, key = server.open(retry_timeout=2)
         store.info(key)
         server.status = 503
         began = time.monotonic()
         with pytest.raises(EndpointError):
             upload(store, key)
-        assert time.monotonic() - began > 3
+        assert time.monotonic() - began > 1.2
 
 
 @contextmanager
@@ -374,12 +374,12 @@ def test_reads_uploads_and_removals_outlive_an_outage(
     # The outage is longer than six pauses.
     monkeypatch.setattr(retry, "MAX_PAUSE", 0.2)
     monkeypatch.setattr("streammega.storage.backends.obstore.MAX_PAUSE", 0.2)
-    with answering_after(3.0, {"/bucket/old": b"abcdef"}) as server:
+    with answering_after(1.6, {"/bucket/old": b"abcdef"}) as server:
         store, key = server.open("s3://bucket/old", transport=transport)
         assert bytes(store.read(key, [(2, 5)], store.info(key).etag)[0]) == b"cde"
         for change in (lambda: upload(store, key.replace("old", "key")), lambda: store.delete(key)):
             server.status = 503
-            threading.Timer(2.0, lambda: setattr(server, "status", None)).start()
+            threading.Timer(1.6, lambda: setattr(server, "status", None)).start()
             change()
         assert server.objects == {"/bucket/key": b"abc"}
 
@@ -469,13 +469,6 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(
     assert not any(thread.is_alive() for thread in stager._threads)
 
 
-@contextmanager
-def deaf_server() -> Iterator[str]:
-    """Takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
 OPEN = {
     "loader": "StreamLoader(DataConfig(blend=['s3://data/web', 's3://data/code'], sequence_length=8, order='stream', storage=s), "
     "micro_batch_size=1, global_batch_size=1)",
@@ -496,7 +489,8 @@ OPEN = {
 def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(
     transport: str, what: str
 ) -> None:
-    with deaf_server() as url:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         code = f"""
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
 options = {{"key": "k" * 8, "secret": "s" * 8, "endpoint_url": {url!r}}}
@@ -511,9 +505,13 @@ print("ready", flush=True)
         )
         assert run.stdout is not None
         run.stdout.readline()
-        time.sleep(1.5)
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)  # the endpoint would be given up after ten minutes
+        deaf.settimeout(60)
+        connection, _ = deaf.accept()
+        with connection:
+            time.sleep(0.2)
+            run.send_signal(signal.SIGINT)
+            # The endpoint would be given up after ten minutes.
+            _, errors = run.communicate(timeout=60)
         assert errors.strip().endswith("KeyboardInterrupt"), errors
         assert "Exception ignored" not in errors
 
