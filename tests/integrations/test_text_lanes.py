@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.webdataset import TextStream, join_states
+from tests.support.examples import examples
 from tests.support.feeds import LanedTextFeed, check_kills
 from tests.support.gang import Gang
 from tests.support.texts import FIELDS, corpus, encode, rows, samples_of, stream_of
@@ -38,6 +39,8 @@ def laned_samples(shards: dict[str, list[str]], lanes: int, count: int) -> list[
 
 
 @pytest.mark.guarantee("lanes-rank-reads")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     counts=st.lists(st.integers(1, 12), min_size=4, max_size=9),
     resumes=st.lists(

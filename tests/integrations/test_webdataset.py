@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import webdataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
 from tests.support.builders import tar_with_holes
+from tests.support.examples import examples
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
 from tests.support.processes import in_child
@@ -65,6 +66,8 @@ def test_a_killed_run_behind_a_pipeline_goes_on_exactly(
 
 
 @pytest.mark.guarantee("textstream-number-ranks")
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     passes=st.integers(1, 3),
