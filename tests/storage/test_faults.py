@@ -92,13 +92,15 @@ def test_servers_that_serve_little_change_no_token(
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transport: str) -> None:
     write_data(tmp_path)
     server = start(tmp_path)
-    storage = storage_of(server, transport)
-    config = config_of(order, "s3:/", tmp_path / "cache", storage, samples=1200)
+    # a fraction of the data, so that much is left to be read afterwards
+    storage = replace(storage_of(server, transport), memory_bytes=120_000)
+    samples = {"stream": 600, "megatron": 1500}[order]  # of whole blocks, or read one by one
+    config = config_of(order, "s3:/", tmp_path / "cache", storage, samples)
     expected = stream(replace(config, blend=blend_of(tmp_path)))
     again: list[Running] = []
 
     def restart() -> None:
-        time.sleep(0.7)
+        time.sleep(0.5)
         again.append(start(tmp_path, server.port))
 
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
@@ -111,12 +113,14 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transp
                 thread.start()
             got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
     thread.join()
+    requests = again[0].counts()["requests"]
     for process in (server.process, again[0].process):
         process.kill()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
     assert torch.equal(torch.cat(got), expected)
+    assert requests > 0
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -131,12 +135,14 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     # so that a second holds a dozen pauses, and more than one that could warn
     monkeypatch.setattr("streammega.storage.retry.MAX_PAUSE", 0.1)
     monkeypatch.setattr("streammega.storage.retry.WARN_AFTER_S", 0.5)
+    # or requests would go one by one for six seconds afterwards
+    monkeypatch.setattr("streammega.storage.fetch.flow_control.MAX_INTERVAL", 0.05)
     storage = storage_of(server, transport).tuned(max_retries=None)
-    config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
+    config = config_of("stream", "s3:/", tmp_path, storage, samples=400)
     expected = stream(replace(config, blend=blend_of(server.root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         server.behave(status=503)
-        threading.Timer(1.5, server.behave).start()
+        threading.Timer(1.2, server.behave).start()
         got = rows_of(loader)
     assert torch.equal(got, expected)
     said = [
@@ -234,7 +240,9 @@ def test_stragglers_are_asked_for_twice(server: Running, tmp_path: Path) -> None
     """One answer in fifty takes a second; nobody waits for it."""
     storage = replace(storage_of(server, "obstore"), request_timeout=30).tuned(read_timeout=20)
     loader = StreamLoader(
-        config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
+        config_of("megatron", "s3:/", tmp_path, storage, samples=1200),
+        micro_batch_size=4,
+        global_batch_size=8,
     )
     server.behave(latency=0.003, slow_share=0.02, slow_factor=300, seed=3)
     began = time.monotonic()
@@ -302,9 +310,13 @@ for batch in loader:
     run.stdout.readline()
     if moment == "waiting for bytes":
         server.behave(stall_share=1.0)
+    before = server.counts()["requests"]
     run.stdin.write("\n")
     run.stdin.flush()
-    time.sleep(1.0)
+    while server.counts()["requests"] == before:
+        assert run.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
     began = time.monotonic()
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
