@@ -5,6 +5,7 @@ in bounded memory.
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import io
 import json
@@ -203,10 +204,17 @@ def _zipped(data: bytes) -> bytes:
     return packed.getvalue()
 
 
+@functools.cache
+def packed_and_plain(name: str) -> tuple[bytes, bytes]:
+    """Data in a format, and as it is."""
+    plain = DATA[: 3 << 19]
+    return PACKED[name](plain), plain
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_compressed_objects_are_read_through_faults(place: Place, name: str) -> None:
-    plain = DATA[: 3 << 19]
-    place.write(name, PACKED[name](plain))
+    packed, plain = packed_and_plain(name)
+    place.write(name, packed)
     place.endpoint.behave(error_share=0.2, truncate_share=0.2)
     with open_stream(f"s3://data/{name}", place.storage) as file:
         assert file.read() == plain
@@ -355,9 +363,13 @@ def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> 
         assert process.stdin is not None
         assert process.stdout.readline() == "reads\n"
         endpoint.behave(stall_share=1.0)
+        before = endpoint.counts()["requests"]
         process.stdin.write("\n")
         process.stdin.flush()
-        time.sleep(1.0)
+        while endpoint.counts()["requests"] == before:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.2)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=60)[1]

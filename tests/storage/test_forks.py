@@ -23,6 +23,7 @@ from streammega.storage.fork_lock import process_lock
 from streammega.storage.store import Store, create_object
 from streammega.train.checkpoints.out_dir import lock_file
 from tests.support.processes import python_environment, run_python, running_python
+from tests.support.read_programs import read_part
 from tests.support.servers import S3
 from tools.bench.object_server import Running, running
 
@@ -96,29 +97,24 @@ def objects(tmp_path: Path) -> Iterator[Running]:
         yield server
 
 
-def _read(url: str, options: dict[str, Any]) -> tuple[str, bytes]:
-    store, key = open_store(url, StorageConfig(storage_options=options))
-    return store.transport, bytes(store.read(key, [(5, 8)])[0])
-
-
 @pytest.mark.guarantee("forked-processes-read")
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_a_child_opens_and_reads_what_its_parent_has_read(objects: Running, scheme: str) -> None:
     options = objects.storage_options if scheme == "s3" else {}
     url = f"{objects.endpoint}/data/key" if scheme == "http" else "s3://data/key"
     expected = bytes([5, 6, 7])
-    assert _read(url, options) == ("obstore", expected)
-    assert in_fork(_read, url, options) == ("fsspec", expected)
-    assert _read(url, options) == ("obstore", expected)
+    assert read_part(url, options) == ("obstore", expected)
+    assert in_fork(read_part, url, options) == ("fsspec", expected)
+    assert read_part(url, options) == ("obstore", expected)
 
 
 @pytest.mark.guarantee("forked-processes-read")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_that_are_no_forks_read_by_obstore(objects: Running, method: Any) -> None:
     url = "s3://data/key"
-    assert _read(url, objects.storage_options) == ("obstore", bytes([5, 6, 7]))
+    assert read_part(url, objects.storage_options) == ("obstore", bytes([5, 6, 7]))
     with multiprocessing.get_context(method).Pool(1) as children:
-        got = children.apply(_read, (url, objects.storage_options))
+        got = children.apply(read_part, (url, objects.storage_options))
     assert got == ("obstore", bytes([5, 6, 7]))
 
 

@@ -36,6 +36,7 @@ from streammega.storage.backends.remote import PART_BYTES, part_bytes
 from streammega.storage.store import create_object, put_if
 from tests.storage.test_storage import StoreContract, put
 from tests.support.oss_server import DOMAIN, KEY, SECRET, Oss
+from tests.support.read_programs import answer_with_part
 from tests.support.servers import S3
 
 TRANSPORTS = ("obstore", "fsspec")
@@ -418,14 +419,6 @@ def test_a_provider_is_asked_now_and_then_not_with_every_request(oss: Oss, trans
     assert len(calls) <= 3
 
 
-def _read_in_child(url: str, config: StorageConfig, answers: Any) -> None:
-    try:
-        store, key = open_store(url, config)
-        answers.put((store.info(key).size, bytes(store.read(key, [(1, 4)])[0])))
-    except Exception as error:
-        answers.put((0, repr(error)))
-
-
 @pytest.mark.guarantee("forked-spawned-workers")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_of_a_process_that_has_read_read_too(
@@ -437,7 +430,7 @@ def test_children_of_a_process_that_has_read_read_too(
     context: Any = multiprocessing.get_context(method)
     answers = context.Queue()
     child = context.Process(
-        target=_read_in_child,
+        target=answer_with_part,
         args=(f"oss://bucket-{oss.buckets}/key", config_of(oss, transport), answers),
     )
     child.start()

@@ -54,7 +54,7 @@ def read_through(
             cache_dir=cache if kind == "disk full" else None,
             cache_max_bytes=1 << 30 if kind == "disk full" else 0,
         ).tuned(max_retries=None, cache_chunk_bytes=1 << 20)
-        config = config_of("stream", "s3:/", folder / "index", storage, samples=800)
+        config = config_of("stream", "s3:/", folder / "index", storage, samples=500)
         expected = stream(replace(config, blend=blend_of(folder)))
         got = []
         answer: dict[str, Any] = {"error": ""}
@@ -70,7 +70,7 @@ def read_through(
                         timer = threading.Timer(seconds, outages.end, [kind])
                         timer.start()
                     if kind == "disk full":
-                        time.sleep(0.015)  # longer than the outage
+                        time.sleep(0.025)  # longer than the outage
                     got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
             except StorageError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
