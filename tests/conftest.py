@@ -6,9 +6,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.session
@@ -22,7 +24,7 @@ from tests.support.builders import data_config, write_random_pair
 from tests.support.oss_server import KEY as oss_key
 from tests.support.oss_server import SECRET as oss_secret
 from tests.support.oss_server import Oss, oss_server
-from tests.support.processes import fork_the_server
+from tests.support.processes import ForkedWorker, fork_the_server
 from tests.support.servers import S3, moto_server, rclone_server
 from tests.support.streams import write_data
 from tools.bench.object_server import Running, running
@@ -176,6 +178,19 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.delenv(name, raising=False)
     yield
     log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions fork their workers, where `new_interpreters` is not asked for."""
+    if "new_interpreters" not in request.fixturenames:
+        stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
+        monkeypatch.setattr("streammega.convert.processes.subprocess", stand_in)
+
+
+@pytest.fixture
+def new_interpreters() -> None:
+    """Workers of conversions begin as users have them, each for a second."""
 
 
 @pytest.fixture

@@ -27,10 +27,12 @@ from tests.support.builders import stored_texts
 from tests.support.process_programs import end_at, exit_at_once, kill_itself, run_unit_or_die
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
     check_that_a_killed_worker_is_replaced(tmp_path, "local")
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_that_dies_while_it_starts_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +222,7 @@ def of_a_script(number: int, progress: Any) -> int:
     return number
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_what_only_the_script_has_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_a_script, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "of_a_script", of_a_script, raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,42 @@ def _run_program(
     else:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
+
+
+class ForkedWorker:
+    """In place of the interpreter that a conversion starts for a worker: a fork that has imported the
+    library, with what `subprocess.Popen` has of it.
+    """
+
+    def __init__(self, command: list[str], *, pass_fds: list[int], **_others: object) -> None:
+        *_, program, handle = command
+        assert [int(handle)] == pass_fds
+        pipe = Connection(os.dup(int(handle)))
+        context = multiprocessing.get_context("forkserver")
+        arguments = (program, pipe, dict(os.environ))
+        self._process = context.Process(target=_begin_worker, args=arguments, daemon=True)
+        self._process.start()
+        pipe.close()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _begin_worker(program: str, pipe: Connection, environment: dict[str, str]) -> None:
+    faulthandler.disable()  # pytest's, which would tell of an abort
+    multiprocessing.current_process().daemon = False
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", str(pipe.fileno())]
+    exec(program, {"__name__": "__main__"})
 
 
 def in_child(program: Callable[..., Any], *arguments: Any) -> Any:
