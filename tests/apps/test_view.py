@@ -29,6 +29,7 @@ from streammega.apps import view_data
 from streammega.apps.view import make_app
 from streammega.apps.view_data import Dataset, Run
 from streammega.apps.view_pages import Pages
+from streammega.cli import options
 from streammega.cli.main import main
 from streammega.train.config import load_run
 from tests.support.builders import (
@@ -38,6 +39,7 @@ from tests.support.builders import (
     write_manifest,
     write_run_file,
 )
+from tests.support.processes import launch
 from tests.support.servers import KEY, S3, SECRET, rclone_server
 from tools.bench.object_server import running
 
@@ -533,22 +535,20 @@ def test_ctrl_c_ends_it_while_a_page_waits_for_storage(tmp_path: Path) -> None:
             f"--storage={name}={str(value).lower()}"
             for name, value in server.storage_options.items()
         ]
-        command = [sys.executable, "-m", "streammega", "view", "s3://data/web", *storage]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
-            opener.open(address, timeout=60)
-            server.behave(latency=600.0)
-            waiting = threading.Thread(target=_open_quietly, args=(opener, address))
-            waiting.start()
-            time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)  # of which the answer takes ten minutes
-        assert process.returncode == 130
-        assert "Traceback" not in err
+        process = launch(tmp_path, 1, ["-m", "streammega", "view", "s3://data/web", *storage])
+        process.wait_for("token=", 0)
+        (address,) = re.findall(r"^http://.*$", process.log(0), re.M)
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+        opener.open(address, timeout=60)
+        before = server.counts()["requests"]
+        server.behave(latency=600.0)
+        waiting = threading.Thread(target=_open_quietly, args=(opener, address))
+        waiting.start()
+        while server.counts()["requests"] == before:
+            time.sleep(0.01)
+        process.signal(signal.SIGINT, 0)
+        assert process.ended(0, within=60) == [130]  # the answer takes ten minutes
+        assert "Traceback" not in process.log(0)
         waiting.join()
 
 
@@ -580,8 +580,10 @@ def test_datasets_whose_names_end_alike_are_shown_by_their_whole_names(
 @pytest.mark.parametrize("kind", ["PREFIX", "RUN"])
 @pytest.mark.parametrize("server", ["wrong credentials", "no server"])
 def test_storage_that_refuses_or_is_not_there_is_one_line_without_secrets(
-    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(options, "LOOK_TIMEOUT", 0.1)
     (tmp_path / "root" / "data").mkdir(parents=True)
     write_dataset(tmp_path / "root" / "data" / "web", [np.arange(100)] * 4)
     with contextlib.ExitStack() as stack:
@@ -590,8 +592,8 @@ def test_storage_that_refuses_or_is_not_there_is_one_line_without_secrets(
                 endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
         else:
             endpoint = stack.enter_context(rclone_server(tmp_path / "root")).endpoint
-        options = {"endpoint_url": endpoint, "key": KEY, "secret": "not-the-secret-Xq7"}
-        settings = "".join(f'{name} = "{value}"\n' for name, value in options.items())
+        access = {"endpoint_url": endpoint, "key": KEY, "secret": "not-the-secret-Xq7"}
+        settings = "".join(f'{name} = "{value}"\n' for name, value in access.items())
         if kind == "PREFIX":
             (tmp_path / "storage.toml").write_text(f"[storage_options]\n{settings}")
             words = ["s3://data/web", "--storage-file", str(tmp_path / "storage.toml")]
@@ -600,24 +602,18 @@ def test_storage_that_refuses_or_is_not_there_is_one_line_without_secrets(
                 tmp_path,
                 data={"blend": ["s3://data/web"], "order": "stream", "split": "1,0,0"},
                 train={"train_iters": 4},
-                **{"data.storage.storage_options": options},
+                **{"data.storage.storage_options": access},
             )]  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "streammega", "view", *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+        assert main(["view", *words]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     assert "s3://data/web" in line
     assert ("InvalidAccessKeyId" in line or "SignatureDoesNotMatch" in line or "denied" in line
             or "refused" in line)  # fmt: skip
     for secret in (KEY, "not-the-secret-Xq7", SECRET):
-        assert secret not in done.stderr
+        assert secret not in printed.err
 
 
 @pytest.mark.guarantee("view-shows-run")

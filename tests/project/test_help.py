@@ -29,6 +29,7 @@ from streammega.cli.main import COMMANDS as ROWS
 from streammega.cli.main import app, main
 from streammega.storage.atomic_file import AtomicFile
 from tests.support.builders import convert_bytes, write_dataset, write_small_run
+from tests.support.processes import launch
 from tests.support.servers import S3
 
 
@@ -215,21 +216,24 @@ def test_json_for_a_terminal_of_another_encoding_has_every_letter(
     assert json.loads(shown)["input"] == str(path)
 
 
-def test_completion_knows_commands_and_options() -> None:
-    for words, word in (
-        ("streammega conv", "convert"),
-        ("streammega verify --voc", "--vocab-size"),
-        ("streammega convert --format z", "zst"),
-        ("streammega trace --split v", "valid"),
+def test_completion_knows_commands_and_options(tmp_path: Path) -> None:
+    for number, (words, word) in enumerate(
+        (
+            ("streammega conv", "convert"),
+            ("streammega verify --voc", "--vocab-size"),
+            ("streammega convert --format z", "zst"),
+            ("streammega trace --split v", "valid"),
+        )
     ):
         asked = {
             "_STREAMMEGA_COMPLETE": "complete_bash",
             "COMP_WORDS": words,
             "COMP_CWORD": str(len(words.split()) - 1),
         }
-        command = [sys.executable, "-m", "streammega"]
-        done = subprocess.run(command, env=os.environ | asked, capture_output=True, check=False)
-        assert done.stdout.decode().split() == [word]
+        (tmp_path / str(number)).mkdir()
+        process = launch(tmp_path / str(number), 1, ["-m", "streammega"], asked)
+        process.ended(0, within=60)
+        assert process.log(0).split() == [word]
 
 
 def test_ctrl_c_while_modules_are_imported_is_a_word_too(
