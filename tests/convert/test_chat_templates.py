@@ -29,6 +29,7 @@ from streammega.convert.tokenize.chat import BUILT_IN, find_template
 from streammega.convert.tokenize.tokenizers import load_tokenizer, resolve_eod
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
+from tests.support.examples import examples
 
 CHATS = Path(__file__).parents[1] / "support" / "data" / "chats"
 TOKENIZER = str(CHATS / "tokenizer.json")
@@ -96,11 +97,12 @@ def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
     assert answers.any()
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("special_tokens", ["text", "parse"])
 @pytest.mark.parametrize("source", [*BUILT_IN.values(), UNKNOWN], ids=[*BUILT_IN, "unknown"])
 @given(contents=st.lists(texts, min_size=1, max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_answers_are_the_same_without_generation_blocks(
     source: str, special_tokens: str, contents: list[str]
 ) -> None:
@@ -362,10 +364,11 @@ def test_where_answers_cannot_be_told_is_an_error_and_no_guess(
         encoder.conversation(chat("a", "b", "c"), "a.jsonl:3")
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("chat-templates-transformers")
 @pytest.mark.parametrize("name", BUILT_IN)
 @given(contents=st.lists(texts, min_size=1, max_size=5), split=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_special_tokens_in_messages_are_text_and_the_templates_are_not(
     name: str, contents: list[str], split: bool
 ) -> None:
@@ -844,11 +847,12 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "OVERLAPS", 2)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("long-texts-ids")
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("special_tokens", ["text", "parse"])
 @given(contents=st.lists(st.tuples(texts, st.integers(1, 300)), min_size=2, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_a_long_chat_has_the_tokens_and_answers_of_the_whole(
     special_tokens: str, contents: list[tuple[str, int]]
 ) -> None:

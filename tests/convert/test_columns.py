@@ -31,6 +31,7 @@ from streammega.storage import object_ops, open_store
 from streammega.storage.backends.local import LocalWriter
 from tests.support.builders import write_dataset
 from tests.support.columns import SALT, add_column, change_entry, hashed
+from tests.support.examples import examples
 
 COLUMNS = {"weight": Column("float16", fill=-math.inf), "teacher": Column("uint16", 3)}
 ROOM = 1 << 16
@@ -191,9 +192,10 @@ def put_sequences(
 SIZES = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=8)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("columns-carried-along")
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(data=st.data())
 def test_every_value_stays_with_its_token_through_two_conversions(
     way: str, data: st.DataObject

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streammega.convert.job as plan
@@ -46,6 +46,7 @@ from streammega.storage import open_store
 from streammega.storage.object_ops import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
 from tests.support.builders import convert_bytes, convert_files, write_parquet, write_tar
+from tests.support.examples import examples
 
 STORAGE = StorageConfig()
 
@@ -65,6 +66,8 @@ def read_back(path: Path, data: bytes) -> ProvenanceReader:
     return ProvenanceReader(*open_store(str(path), STORAGE))
 
 
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(parts=st.lists(st.lists(ORIGIN, max_size=9), max_size=5))
 def test_what_is_written_is_read_whatever_is_added_at_once(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[DocumentOrigin]]
@@ -161,7 +164,10 @@ def test_a_row_group_that_asks_for_too_much_memory_is_refused(
 
 
 @pytest.mark.guarantee("damaged-origins-another")
-def test_any_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stride", [13, pytest.param(3, marks=pytest.mark.soak)])
+def test_any_flipped_byte_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
     """By `verify`. A reader gets an error, or what was written: pages have checksums."""
     write_texts(tmp_path / "a.jsonl", 49)
     monkeypatch.setattr(stored_provenance, "ROW_GROUP", 16)
@@ -170,7 +176,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = file.read_bytes()
     written = [origin for _, origin in documents_of(str(tmp_path / "a"))]
     errors = 0
-    for place in range(0, len(data), 3):
+    for place in range(0, len(data), stride):
         damaged = bytearray(data)
         damaged[place] ^= 0x10
         file.write_bytes(damaged)
@@ -180,7 +186,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert [origin for _, origin in documents_of(str(tmp_path / "a"))] == written
         except FormatError:
             errors += 1
-    assert errors > len(data) / 3 / 2
+    assert errors > len(data) / stride / 2
 
 
 @pytest.mark.guarantee("origins-order-file")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -41,6 +41,7 @@ from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.documents import best_fit
 from streammega.samples.provenance import Provenance
 from tests.support.builders import convert_files
+from tests.support.examples import examples
 from tests.support.gang import Gang
 from tests.support.oracle import IndexedDataset as MegatronDataset
 from tests.support.rank_programs import read_batches
@@ -137,7 +138,9 @@ def windows(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
     return sizes, capacity, draw(st.sampled_from([None, 1, 3]))
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("pack-puts-document")
+@settings(max_examples=examples(25))
 @given(windows())
 def test_bins_hold_every_token_once_and_no_more_than_they_may(
     window: tuple[list[int], int, int | None],

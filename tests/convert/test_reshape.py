@@ -37,6 +37,7 @@ from streammega.errors import ConfigError, ConvertError, EndpointError, ObjectCh
 from streammega.storage.backends.local import FileRange, LocalStore
 from streammega.storage.thread_pool import pause
 from tests.support.builders import convert_bytes, convert_files, write_random_pair
+from tests.support.examples import examples
 from tests.support.kill_programs import failing_task, slow_task
 from tests.support.oracle import IndexedDatasetBuilder
 from tests.support.processes import Family, launch
@@ -102,6 +103,7 @@ def digest(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("chain-formats-keeps")
 @given(
     documents=corpus,
@@ -109,7 +111,7 @@ def digest(folder: Path) -> dict[str, str]:
     kinds=st.lists(st.sampled_from(["bin", "zst", "tar"]), min_size=2, max_size=4),
     sizes=st.lists(st.sampled_from([None, 1, 40, 200, 10_000]), min_size=4, max_size=4),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(10))
 def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
     tmp_path_factory: pytest.TempPathFactory,
     documents: Any,
@@ -137,6 +139,7 @@ def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> Non
     assert documents_of(tmp_path / "out.manifest.json") == documents_of(tmp_path / "in")
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("units-shards-functions", "shuffle-permutation-whatever")
 @given(
     documents=corpus,
@@ -144,7 +147,7 @@ def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> Non
     seed=st.integers(0, 9),
     size=st.sampled_from([None, 60, 400]),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(9))
 def test_a_shuffle_is_one_permutation_whatever_the_memory(
     tmp_path_factory: pytest.TempPathFactory,
     documents: Any,
@@ -182,13 +185,14 @@ def test_a_shuffle_is_uniform_and_its_seed_matters(tmp_path: Path) -> None:
     assert (order[0] != order[1]).mean() > 0.98
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("left-out-counted")
 @given(
     numbers=st.lists(st.integers(0, 12), min_size=1, max_size=40),
     shuffled=st.booleans(),
     cut=st.sampled_from([20, 1 << 20]),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(12))
 def test_the_first_of_equal_documents_stays(
     tmp_path_factory: pytest.TempPathFactory, numbers: list[int], shuffled: bool, cut: int
 ) -> None:

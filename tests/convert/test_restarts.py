@@ -55,7 +55,7 @@ def roots(tmp_path: Path, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.guarantee("restart-believes")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
-    "stride", [12, pytest.param(4, marks=pytest.mark.soak)], ids=["some", "many"]
+    "stride", [16, pytest.param(4, marks=pytest.mark.soak)], ids=["some", "many"]
 )
 def test_a_killed_conversion_of_other_options_leaves_nothing_in_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, where: str, stride: int
@@ -91,14 +91,17 @@ def test_a_killed_conversion_of_other_options_leaves_nothing_in_the_dataset(
 
 
 @pytest.mark.guarantee("restart-believes")
+@pytest.mark.parametrize(
+    "stride", [9, pytest.param(3, marks=pytest.mark.soak)], ids=["some", "many"]
+)
 def test_outputs_of_one_name_in_two_folders_share_no_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, stride: int
 ) -> None:
     others = write_jsonl(tmp_path / "others.jsonl", [f"another text {n}" for n in range(20)])
     work = str(tmp_path / "work")
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-    for step in itertools.count(2, 3):
+    for step in itertools.count(2, stride):
         monkeypatch.chdir(tmp_path / "one")
         done = False
         with suppress(Killed), killed_before(step, monkeypatch):
@@ -175,10 +178,10 @@ REMOVALS = (remove_by_gc, remove_half, remove_one)
 @pytest.mark.parametrize(
     ("where", "has_former", "remove", "stride"),
     [
-        ("local", False, remove_by_gc, 6),
-        ("local", True, remove_half, 6),
-        ("remote", True, remove_one, 6),
-        ("remote work", False, remove_one, 9),
+        ("local", False, remove_by_gc, 14),
+        ("local", True, remove_half, 13),
+        ("remote", True, remove_one, 13),
+        ("remote work", False, remove_one, 19),
         *(
             pytest.param(where, has_former, remove, 1, marks=pytest.mark.soak)
             for where in PLACES
@@ -246,8 +249,11 @@ def last_ids(prefix: Path) -> set[int]:
 
 
 @pytest.mark.guarantee("restart-believes")
+@pytest.mark.parametrize(
+    "stride", [7, pytest.param(2, marks=pytest.mark.soak)], ids=["some", "many"]
+)
 def test_documents_end_alike_though_the_settings_of_the_tokenizer_change_between_two_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, tokenizer: Path, stride: int
 ) -> None:
     options = {**OPTIONS, "tokenizer": str(tokenizer), "shard_bytes": 50}
     ends = {}
@@ -256,7 +262,7 @@ def test_documents_end_alike_though_the_settings_of_the_tokenizer_change_between
         convert([corpus], str(tmp_path / token / "web"), **options)
         (ends[token],) = last_ids(tmp_path / token / "web")
     assert len(set(ends.values())) == 2
-    for step in itertools.count(1, 2):
+    for step in itertools.count(1, stride):
         output = tmp_path / f"out{step}" / "web"
         end_documents_with("<one>", tokenizer)
         done = False

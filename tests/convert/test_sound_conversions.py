@@ -17,6 +17,7 @@ from streammega import IndexedDatasetWriter
 from streammega.convert import convert
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
+from tests.support.examples import examples
 
 words = st.text(st.sampled_from("ab \n"), max_size=30)
 turn = st.tuples(st.sampled_from(["user", "assistant", "system"]), words)
@@ -62,6 +63,7 @@ def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_byte
     assert sum(report.histogram) >= report.documents
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("conversion-sound-verify")
 @given(
     corpus=token_corpus,
@@ -70,7 +72,7 @@ def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_byte
     options=asked,
     cut=st.sampled_from([50, 1 << 20]),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(12))
 def test_every_conversion_of_tokens_is_sound(
     tmp_path_factory: pytest.TempPathFactory,
     corpus: Any,
@@ -90,6 +92,7 @@ def test_every_conversion_of_tokens_is_sound(
     check([str(folder / "in")], folder, options | ({"eod_id": end} if eod else {}), cut)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("conversion-sound-verify")
 @given(
     texts=st.lists(words, min_size=1, max_size=25),
@@ -97,7 +100,7 @@ def test_every_conversion_of_tokens_is_sound(
     cut=st.sampled_from([50, 1 << 20]),
     append=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(12))
 def test_every_conversion_of_text_is_sound(
     tmp_path_factory: pytest.TempPathFactory,
     texts: list[str],
@@ -115,11 +118,12 @@ def test_every_conversion_of_text_is_sound(
     }, cut)  # fmt: skip
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("conversion-sound-verify")
 @given(
     chats=st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=15), options=asked
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(12))
 def test_every_conversion_of_chats_is_sound(
     tmp_path_factory: pytest.TempPathFactory,
     chats: list[list[tuple[str, str]]],

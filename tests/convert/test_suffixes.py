@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega.cli.main import main
@@ -25,6 +25,7 @@ from streammega.convert.read.formats import format_of
 from streammega.convert.read.inputs import find_inputs
 from streammega.errors import ConvertError
 from tests.support.builders import convert_bytes, stored_texts, write_tar
+from tests.support.examples import examples
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 
@@ -217,6 +218,8 @@ def table(path: Path, rows: list[list[str]], delimiter: str = ",") -> Path:
 cells = st.text(st.sampled_from('ab",\t\n\r é'), max_size=12)
 
 
+@pytest.mark.many_examples
+@settings(max_examples=examples(20))
 @given(rows=st.lists(st.tuples(cells, cells), max_size=12), is_tsv=st.booleans())
 def test_tables_give_the_cells_that_were_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], is_tsv: bool

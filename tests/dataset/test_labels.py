@@ -348,6 +348,7 @@ def read_by(way: str, config: DataConfig) -> None:
                 get_batch(loader, Ranks(ParallelLayout()))
 
 
+@pytest.mark.usefixtures("workers_end_soon")
 @pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
 @pytest.mark.parametrize("way", ["loader", "position", "worker", "get_batch"])
 def test_ids_outside_of_the_vocabulary_name_their_dataset_and_its_tokenizer(

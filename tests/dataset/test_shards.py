@@ -43,6 +43,7 @@ from streammega.errors import (
 )
 from streammega.storage.seekable_zstd import MAX_FRAME_BYTES
 from tests.support.builders import KINDS, write_manifest, write_random_pair
+from tests.support.examples import examples
 from tests.support.typed import map_style
 
 
@@ -56,6 +57,8 @@ def fill(writer: IndexedDatasetWriter, documents: list[list[tuple[list[int], int
 sequence = st.tuples(st.lists(st.integers(0, 60_000), max_size=40), st.integers(-3, 3))
 
 
+@pytest.mark.many_examples
+@settings(max_examples=examples(25))
 @given(
     documents=st.lists(st.lists(sequence, max_size=3), min_size=1, max_size=12),
     multimodal=st.booleans(),

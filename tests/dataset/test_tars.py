@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
@@ -18,6 +18,7 @@ from streammega.convert import ConvertOptions, convert
 from streammega.convert.read.formats import read_slice
 from streammega.convert.read.source import Input, Skipped, Slice
 from streammega.errors import ConvertError, FormatError
+from tests.support.examples import examples
 from tests.support.typed import all_tokens
 
 
@@ -48,7 +49,9 @@ def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> No
     assert texts == ["one", "two", "four", "five", "six", "seven", "eight"]
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("end-tar-checked")
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(
     tmp_path_factory: pytest.TempPathFactory, data: Any

@@ -55,6 +55,7 @@ from streammega.storage.fetch.buffer_pool import MAX_WASTE, BufferPool, rounded
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.requests import FetchGroup
 from tests.support.builders import write_dataset, write_lengths
+from tests.support.examples import examples
 from tests.support.expected import checked_batch
 from tests.support.processes import python_environment
 from tests.support.streams import blend_of, config_of, storage_of, stream, write_data
@@ -668,9 +669,8 @@ def test_context_parallel_ranks_read_their_parts_and_no_more(
     """Two of four parts each, with the token after them; pieces are fetched and freed as often as
     they are used.
     """
-    config = config_of(
-        order, "s3:/" if remote else str(server.root), tmp_path, storage_of(server, "obstore")
-    )
+    root = "s3:/" if remote else str(server.root)
+    config = config_of(order, root, tmp_path, storage_of(server, "obstore"), samples=1000)
     config = replace(config, exclude_samples=((64, 72),))
     sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
     with StreamLoader(config, **sizes) as loader:
@@ -787,7 +787,7 @@ def test_nothing_is_left_of_loaders_that_were_closed(
     config = config_of(
         "megatron", str(server.root) if where == "local" else "s3:/", tmp_path, storage
     )
-    open_and_close(config, 16)
+    open_and_close(config, 10)
 
 
 @pytest.mark.soak
@@ -979,7 +979,8 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
     assert (run.stdout, run.stderr) == ("well\n", "")
 
 
-@settings(max_examples=12)
+@pytest.mark.many_examples
+@settings(max_examples=examples(5))
 @given(
     seek=st.integers(0, 370),
     dp_size=st.sampled_from([1, 2, 4]),
@@ -1011,7 +1012,8 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
-@settings(max_examples=20)
+@pytest.mark.many_examples
+@settings(max_examples=examples(8))
 @given(every=st.sampled_from([8, 16, 32, 64, 128, 1024]), size=st.sampled_from([8, 64, 256, 264]))
 def test_skips_leave_nothing_open_wherever_they_fall(
     server: Running, tmp_path_factory: pytest.TempPathFactory, every: int, size: int
@@ -1037,8 +1039,9 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         )
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("ranks-stream-order", "1-batch-function")
-@settings(max_examples=12)
+@settings(max_examples=examples(5))
 @given(
     micro=st.sampled_from([1, 4]),
     dp_size=st.sampled_from([1, 2]),

@@ -97,7 +97,8 @@ def test_an_evaluation_reads_each_sample_once_and_ends(
     whole = read_by_ranks(config, 1, GLOBAL)
     assert len(whole) == len(samples) // GLOBAL * GLOBAL
     assert set(Counter(whole.flatten().tolist()).values()) == {1}
-    for dp_size, micro in ((1, 4), (2, 3), (3, 2), (4, 1), (12, 1)):
+    many = ((1, 4), (2, 3), (3, 2), (4, 1), (12, 1))
+    for dp_size, micro in many if form == "alone" else ((3, 2),):
         read = read_by_ranks(config, dp_size, micro)
         assert sorted(read[:, 0].tolist()) == sorted(whole[:, 0].tolist())
 

@@ -22,6 +22,7 @@ from streammega.parallel.broadcast import samples_of
 from streammega.parallel.fields import rank_fields
 from tests.support.builders import write_manifest
 from tests.support.columns import add_column
+from tests.support.examples import examples
 from tests.support.expected import check_batch, shards_of
 
 LENGTH = 24
@@ -73,8 +74,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("batches-by-numpy", "columns-values-of-tokens")
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     order=st.sampled_from(["stream", "megatron", "sequential"]),
     kind=st.sampled_from([*KINDS, "packed"]),

@@ -34,6 +34,7 @@ from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
 from streammega.train.config import load_run
 from tests.support.builders import write_dataset, write_run_file
+from tests.support.examples import examples
 from tests.support.gang import on_ranks
 
 EOD = 7
@@ -87,8 +88,9 @@ def check_fields(got: Batch, whole: Batch, names: Sequence[str]) -> None:
         assert field.is_contiguous()
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("fields-chosen")
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(kind=st.sampled_from(sorted(CONFIGS)), data=st.data())
 def test_any_choice_of_fields_is_as_in_the_whole_batch(
     base: DataConfig, kind: str, data: st.DataObject

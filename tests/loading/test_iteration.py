@@ -35,6 +35,7 @@ from streammega.loading.iterate import Iteration
 from streammega.parallel import open_loader
 from streammega.samples.fields import Batch
 from tests.support.builders import data_config, write_random_pair
+from tests.support.examples import examples
 from tests.support.expected import checked_batch
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
@@ -573,8 +574,9 @@ def test_a_state_of_another_version_is_refused_by_its_version(
             loader.load_state_dict({**state, "version": version})
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("state-refused-changes")
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 @given(data=st.data())
 def test_a_load_that_is_refused_changes_nothing(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -19,6 +19,7 @@ from streammega.errors import ConfigError
 from streammega.parallel.broadcast import samples_of
 from streammega.parallel.fields import rank_fields
 from tests.support.builders import write_manifest
+from tests.support.examples import examples
 from tests.support.expected import check_batch
 
 LENGTH = 12
@@ -61,8 +62,9 @@ def config_of(folder: Path, **options: Any) -> DataConfig:
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mask_loss_by_mode")
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("columns-written-once")
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 @given(
     kind=st.sampled_from(["bin", "zst", "packed"]),
     flags=st.sets(st.sampled_from(FLAGS)),

@@ -19,6 +19,7 @@ from streammega import DataConfig, PhaseConfig, StorageConfig, StreamingDataset,
 from streammega.convert import convert
 from streammega.samples.gather import read_samples
 from tests.support.builders import write_dataset
+from tests.support.examples import examples
 from tests.support.expected import checked_batch
 
 EOD = 0
@@ -96,6 +97,7 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("phases-mixed")
 @given(
     phases=chains(),
@@ -104,7 +106,7 @@ def ids_of(dataset: StreamingDataset, end: int) -> dict[int, list[int]]:
     resumes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(RANKS)), max_size=2),
     last=st.sampled_from(RANKS),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 def test_every_sample_is_read_once_on_any_ranks(
     data: Path,
     phases: list[dict[str, Any]],

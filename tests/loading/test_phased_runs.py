@@ -23,6 +23,7 @@ from streammega.samples.document_names import DocumentName
 from streammega.samples.open import open_source
 from streammega.samples.provenance import Provenance
 from tests.support.builders import write_random_pair
+from tests.support.examples import examples
 from tests.support.servers import http_server
 
 LENGTH = 16
@@ -118,6 +119,7 @@ def test_the_datasets_of_a_phase_are_read_in_their_shares(data: Path) -> None:
     np.testing.assert_allclose(shares, [[0.6, 0.4, 0], [0, 0.5, 0.5], [0.8, 0.2, 0]], atol=0.05)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("ranks-micro-batches")
 @given(
     resumes=st.lists(
@@ -126,7 +128,7 @@ def test_the_datasets_of_a_phase_are_read_in_their_shares(data: Path) -> None:
         max_size=3,
     ),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 def test_any_ranks_read_what_the_phases_say_through_any_resumes(
     data: Path, wanted: dict[int, bytes], resumes: list[tuple[int, tuple[int, int]]]
 ) -> None:
@@ -562,8 +564,9 @@ def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> No
     StreamLoader(overlapping, micro_batch_size=8, global_batch_size=48).close()
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("steps-end")
-@settings(max_examples=25)
+@settings(max_examples=examples(12))
 @given(
     batches=st.integers(0, 40),
     sizes=st.sampled_from([(2, 24, 1), (6, 48, 2), (12, 12, 1), (4, 24, 3)]),

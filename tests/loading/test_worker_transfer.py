@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
@@ -23,6 +23,7 @@ from streammega import DataConfig, FieldsConfig, StorageConfig, StreamingDataset
 from streammega.errors import FormatError
 from streammega.loading.worker_transfer import FieldsOfPhase, WorkerBatch
 from streammega.samples.field_inputs import Samples
+from tests.support.examples import examples
 from tests.support.expected import checked_batch
 from tests.support.streams import config_of, write_data
 
@@ -86,7 +87,9 @@ def plain(ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("batches-forked-workers")
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_values_of_any_size_arrive_as_they_were_sent(data: st.DataObject) -> None:
     value = st.one_of(st.integers(0, 70_000), st.sampled_from(LIMITS))

@@ -50,6 +50,7 @@ from streammega.samples.source import SampleSource
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage import open_store
 from streammega.train.config import load_run
+from tests.support.examples import examples
 
 LENGTH = 32
 GLOBAL = 12
@@ -244,7 +245,9 @@ def scan(lists: list[ExcludedRanges], token: int) -> int:
     return min(having, default=100)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("excluded-documents-columns")
+@settings(max_examples=examples(20))
 @given(lists=lists_of_stretches(), data=st.data())
 def test_columns_that_are_excluded_are_those_of_a_scan(
     lists: list[ExcludedRanges], data: st.DataObject
@@ -405,6 +408,7 @@ def test_nothing_is_another_where_nothing_is_excluded(
                 assert torch.equal(found[sample][name], field)
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("must-learned-seen")
 @given(
     resumes=st.lists(
@@ -419,7 +423,7 @@ def test_nothing_is_another_where_nothing_is_excluded(
         max_size=30,
     ),
 )
-@settings(max_examples=6)
+@settings(max_examples=examples(3))
 def test_any_lists_over_phases_are_a_function_of_the_sample_through_resumes(
     corpus: tuple[Path, Documents],
     resumes: list[tuple[int, tuple[int, int]]],

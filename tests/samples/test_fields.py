@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streammega as sm
@@ -20,6 +20,7 @@ from streammega.errors import ConfigError, FormatError
 from streammega.samples.fields import inputs_on_device
 from tests.support.builders import write_dataset
 from tests.support.device_fields import device_fields
+from tests.support.examples import examples
 
 EOD = 7
 DOCUMENTS: dict[str, Any] = {
@@ -81,7 +82,9 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
     assert compared > 20
 
 
+@pytest.mark.many_examples
 @pytest.mark.guarantee("batch-fields-makes")
+@settings(max_examples=examples(20))
 @given(
     rows=st.lists(st.lists(st.integers(0, 9), min_size=9, max_size=9), min_size=1, max_size=4),
     valid=st.integers(0, 9),
