@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import StateError
 from streammega.loading import engine
 from tests.support.expected import checked_batch
-from tests.support.processes import in_child, python_environment
+from tests.support.processes import in_child, launch
 from tests.support.streams import FAULTS, config_of, storage_of
 from tools.bench.object_server import Running
 
@@ -204,7 +203,7 @@ config = DataConfig(
 dataset = StreamingDataset(config, micro_batch_size=4, global_batch_size=8)
 batches = iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
 next(batches)
-print(*(worker.pid for worker in batches._workers), flush=True)
+print(*(worker.pid for worker in batches._workers), "are workers.", flush=True)
 while True:
     next(batches)
     time.sleep(0.01)
@@ -213,18 +212,16 @@ while True:
 
 @pytest.mark.guarantee("batches-forked-workers")
 def test_ctrl_c_ends_a_run_and_its_forked_workers(server: Running, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", CTRL_C, server.endpoint, str(tmp_path)]
-    environment = python_environment()
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert run.stdout is not None
-    workers = [int(pid) for pid in run.stdout.readline().split()]
+    run = launch(tmp_path, 1, ["-c", CTRL_C, server.endpoint, str(tmp_path)])
+    run.wait_for("workers.\n", 0)
+    (line,) = re.findall(r"^(.*) are workers\.$", run.log(0), re.M)
+    workers = [int(pid) for pid in line.split()]
     assert len(workers) == 2
-    for pid in [run.pid, *workers]:
+    for pid in [run.members[0].pid, *workers]:
+        assert pid is not None
         os.kill(pid, signal.SIGINT)  # as a terminal sends it to all of them
-    _, said = run.communicate(timeout=60)
-    assert "KeyboardInterrupt" in said
+    assert run.ended(0, within=60) == [1]
+    assert "KeyboardInterrupt" in run.log(0)
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker outlives its run"

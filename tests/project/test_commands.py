@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from streammega.apps import view
 from streammega.cli.main import COMMANDS, main
 from streammega.cli.progress import ProgressDisplay
 from tests.support.builders import write_dataset, write_run_file
+from tests.support.processes import launch
 from tests.support.servers import S3
 
 SHORT = "--sequence-length 16"
@@ -241,18 +240,13 @@ def test_ctrl_c_in_the_middle_is_one_word(
 
 
 def test_ctrl_c_by_a_signal_ends_a_command_at_once(folder: Path) -> None:
-    command = [sys.executable, "-m", "streammega", "bench", "web", "--seconds", "60"]
-    running = subprocess.Popen(
-        [*command, *SHORT.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert running.stderr is not None
-    lines = (line for line in running.stderr if line.startswith("reading at full speed"))
-    next(lines)
-    next(lines)  # two seconds later: batches came
-    began = time.monotonic()
-    running.send_signal(signal.SIGINT)
-    out, error = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert "full speed" in out
-    assert "Traceback" not in out + error
-    assert time.monotonic() - began < 30
+    command = ["-m", "streammega", "bench", "web", "--seconds", "60", *SHORT.split()]
+    running = launch(folder, 1, command)
+    deadline = time.monotonic() + 60
+    while running.log(0).count("reading at full speed") < 2:  # two seconds later: batches came
+        assert time.monotonic() < deadline, running.log(0)
+        time.sleep(0.02)
+    running.signal(signal.SIGINT, 0)
+    assert running.ended(0, within=30) == [130]
+    assert re.search("^ *full speed", running.log(0), re.M), "the report"
+    assert "Traceback" not in running.log(0)

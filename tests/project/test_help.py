@@ -13,9 +13,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,9 +159,19 @@ def run_on_terminal(encoding: str, *words: str) -> tuple[int, str]:
         return code, (out.getvalue() + err.getvalue()).decode(encoding)
 
 
+def with_encodings(values: Iterable[str]) -> list[Any]:
+    """Each with ASCII, which has the fewest letters, and the first with the others too; all in `make
+    soak`.
+    """
+    return [
+        pytest.param(value, encoding, marks=[] if number * place == 0 else pytest.mark.soak)
+        for number, value in enumerate(values)
+        for place, encoding in enumerate(ENCODINGS)
+    ]
+
+
 @pytest.mark.guarantee("letters-replaced")
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize(("name", "encoding"), with_encodings(["", *COMMANDS]))
 def test_a_terminal_of_another_encoding_shows_the_help_of_every_command(
     name: str, encoding: str
 ) -> None:
@@ -169,24 +180,25 @@ def test_a_terminal_of_another_encoding_shows_the_help_of_every_command(
 
 
 @pytest.mark.guarantee("letters-replaced")
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
-    "words",
-    [
-        "convert {w}.jsonl {w}3 --tokenizer bytes --text-key {w}",
-        "ls {w}.jsonl",
-        "describe {w}",
-        "describe {w}.jsonl",
-        "describe {w}.toml",
-        "cat {w}#0",
-        "cat {w}#0 --json",
-        "verify {w}",
-        "doctor {w} --seconds 1",
-        "trace {w}.toml --step 1",
-        "order-report {w}.toml",
-        "prepare {w}.toml",
-        "gc {w}",
-    ],
+    ("words", "encoding"),
+    with_encodings(
+        [
+            "convert {w}.jsonl {w}3 --tokenizer bytes --text-key {w}",
+            "ls {w}.jsonl",
+            "describe {w}",
+            "describe {w}.jsonl",
+            "describe {w}.toml",
+            "cat {w}#0",
+            "cat {w}#0 --json",
+            "verify {w}",
+            "doctor {w} --seconds 1",
+            "trace {w}.toml --step 1",
+            "order-report {w}.toml",
+            "prepare {w}.toml",
+            "gc {w}",
+        ]
+    ),
 )
 def test_a_terminal_of_another_encoding_has_other_letters_replaced(
     words: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import islice
@@ -30,19 +31,27 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return printed.out
 
 
-@pytest.fixture
-def corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Path:
-    """The corpus, the run and the dataset of the page, in the current folder."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus, the run and the dataset of the page."""
+    folder = tmp_path_factory.mktemp("page")
     (records,) = blocks("provenance", "jsonl")
     (run_file,) = blocks("provenance", "toml")
-    Path("corpus.jsonl").write_text(records)
-    Path("run.toml").write_text(run_file)
+    (folder / "corpus.jsonl").write_text(records)
+    (folder / "run.toml").write_text(run_file)
     (command,) = blocks("provenance", "")
-    run(command, capsys)
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert main(shlex.split(command)[1:]) == 0
+    return folder
+
+
+@pytest.fixture
+def corpus(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of them, in the current folder."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.guarantee("trace-marks-seen", "commands-code-page")

@@ -118,6 +118,8 @@ def test_a_shell_has_the_server_until_it_is_left(run: Callable[..., Running]) ->
     endpoint = server.printed(r"s3://bucket is at (http://127\.0\.0\.1:\d+)")
     server.printed("(ready> )")
     server.type("\x03")
+    server.printed(r"(\^C)")
+    server.type("\n")  # a shell that is not yet reading answers Ctrl-C by nothing
     server.printed(r"\^C\s+(ready> )")
     server.type('echo "$AWS_ENDPOINT_URL, $(command -v streammega)."; false\n')
     installed = server.printed(rf"\n{re.escape(endpoint)}, (\S+)\.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ MESSAGES = re.findall(r"^- `(.+)`<br>$", PAGE, re.M)
 VARIABLE = "\N{HORIZONTAL ELLIPSIS}"
 
 
-def texts() -> list[str]:
+@cache
+def texts() -> str:
     """Every text of the package; what an f-string fills in is VARIABLE."""
     found = []
     for path in (ROOT / "streammega").rglob("*.py"):
@@ -29,17 +31,14 @@ def texts() -> list[str]:
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    return found
-
-
-TEXTS = "\n\n".join(texts())
+    return "\n\n".join(found)
 
 
 @pytest.mark.guarantee("messages-explained")
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_the_page_is_one_of_the_code(message: str) -> None:
     words = re.escape(message.strip(VARIABLE)).replace(VARIABLE, r"[^\n]*?")
-    assert re.search(words, TEXTS), "the code says this no more: correct the page"
+    assert re.search(words, texts()), "the code says this no more: correct the page"
 
 
 @pytest.mark.guarantee("messages-explained")
