@@ -108,7 +108,7 @@ def build_both(case: dict[str, Any], folder: Path) -> tuple[Any, GPTDataset | No
     return theirs, ours
 
 
-BLOCKS = 7  # each has all dtypes
+BLOCKS = 13  # each has all dtypes
 SOON_BLOCKS = range(1)
 
 
