@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+
+# numba asks for it at the first call of a function: a child that is forked in the middle of this import
+# would wait for its end for ever
+import numpy.ma  # noqa: F401
 from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock

@@ -309,7 +309,7 @@ def compile_others():
 thread = threading.Thread(target=compile_others)
 thread.start()
 for number in range(3):
-    time.sleep(0.05)
+    time.sleep(0.003 + 0.05 * number)  # at first its thread has compiled nothing
     if os.fork() == 0:
         os._exit(0 if largest(array) == 9 else 1)
     print(os.wait()[1])
