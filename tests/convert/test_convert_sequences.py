@@ -482,7 +482,7 @@ PLACES = ("local", "local, one work folder", "remote", "remote, one work folder"
 
 @pytest.mark.guarantee("restart-believes")
 @pytest.mark.parametrize("where", PLACES)
-@settings(max_examples=3)
+@settings(max_examples=8)
 @given(commands=sequences())
 def test_sequences_of_commands_leave_the_documents_of_the_model(
     where: str, commands: list[Command]

@@ -201,7 +201,7 @@ def tolerance(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> float:
 
 @pytest.mark.guarantee("gradients-torch-ddp")
 @pytest.mark.many_examples
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(80))
 @given(case=CASES)
 def test_random_models_have_the_gradients_of_torchs_ddp(gang: Gang, case: Case) -> None:
     gang.run(2, compare, case)

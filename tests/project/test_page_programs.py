@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import inspect
+import os
 import re
 import runpy
 import shlex
@@ -25,7 +26,6 @@ from streammega.cli.main import main
 from streammega.order.sharding import rank_samples
 from tests.project.test_help import COMMANDS
 from tests.support.builders import write_dataset, write_jsonl, write_tar
-from tests.support.processes import launch
 from tests.support.servers import S3
 from tools.settings import SECTIONS as SETTINGS_SECTIONS
 
@@ -58,31 +58,32 @@ def run_line(line: str) -> str:
 
 
 @pytest.mark.guarantee("first-pages-run")
-@pytest.mark.usefixtures("_bucket")
 def test_the_start_page_trains_and_resumes(tmp_path: Path) -> None:
-    """All of it with a server of the kind that the page gives to whom a bucket is missing."""
+    """All of it within the server that the page gives to whom a bucket is missing."""
     (tmp_path / "texts").mkdir()
     texts = [{"text": f"document {n} has some words " * 30} for n in range(300)]
     write_jsonl(tmp_path / "texts" / "a.jsonl", texts)
     page = (DOCS / "start.md").read_text()
     names = re.findall(r"^Save this as `(\S+)`:$", page, re.M)
-    lines = []
+    commands = []
     for _, language, body in BLOCK.findall(page):
         if language != "sh":
             (tmp_path / names.pop(0)).write_text(body)
         elif body.startswith(("streammega", "python")):
-            lines += body.splitlines()
-    assert len(lines) == 10
-    for line in lines:
-        program, *words = shlex.split(line)
-        command = ["-m", program, *words] if program == "streammega" else words
-        if "streammega.train" in words:
-            command += ["model.dim=16", "model.layers=1", "model.heads=2"]  # less to compute
-        process = launch(tmp_path, 1, command)
-        assert process.ended(0, within=120) == [0], f"{line}\n{process.log(0)}"
-    printed = iter(process.log(0).splitlines())
+            commands.append(body)
+    server = [sys.executable, str(ROOT / "tools" / "s3_server.py")]
+    done = subprocess.run(
+        [*server, "--", "bash", "-evc", "".join(commands)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    said = iter(done.stdout.splitlines())
     for expected in ("has some words", "160 samples", "320 samples", "step 3"):
-        assert any(expected in line for line in printed), f"{expected}\n{process.log(0)}"
+        assert any(expected in line for line in said), f"{expected}\n{done.stdout}"
     assert (tmp_path / "runs/start/checkpoints/step-00000020.json").exists()
 
 

@@ -182,14 +182,14 @@ def assert_same(theirs: Any, ours: Any, where: str) -> None:
 
 @pytest.mark.guarantee("indices-blends-tokens", "everything-megatron-core")
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, 12))]
+    "block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in (1, 2, 3))]
 )
 def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Path) -> None:
-    """20 configurations a block of blend or blend_per_split, with and without weights, sizes, masks
+    """60 configurations a block of blend or blend_per_split, with and without weights, sizes, masks
     and several validation sets.
     """
     compared = 0
-    for number in range(20):
+    for number in range(60):
         rng = np.random.default_rng(1000 * block + number)
         weighted = bool(rng.integers(0, 2))
         per_split = bool(rng.integers(0, 2))
@@ -250,7 +250,7 @@ def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Pa
             elif split_theirs is not None:
                 assert_same(split_theirs, split_ours, where)
                 compared += 1
-    assert compared > 20
+    assert compared > 60
 
 
 @pytest.mark.parametrize("weighted", [False, True])
