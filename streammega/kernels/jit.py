@@ -35,6 +35,7 @@ IS_CHECKED = os.environ.get("STREAMMEGA_CHECKED") == "1"
 place of a crash or of wrong tokens. Kernels take several times as long then.
 """
 ARRAY_MODULE = "numba.np.arrayobj"
+"""What numba imports when it first loads machine code that handles arrays."""
 KERNELS: list[Any] = []
 """All kernels of the modules that were imported."""
 
@@ -60,9 +61,9 @@ def loading_ahead() -> Iterator[None]:
     """
 
     def load() -> None:
-        rtsys.initialize(KERNELS[0].targetctx)
-        # machine code from the cache has it imported
-        importlib.import_module(ARRAY_MODULE)
+        with suppress(Exception):  # the first kernel tries again, and raises it to the caller
+            rtsys.initialize(KERNELS[0].targetctx)
+            importlib.import_module(ARRAY_MODULE)
 
     thread = None
     if KERNELS and ARRAY_MODULE not in sys.modules:

@@ -53,14 +53,14 @@ def iterate_batches(
             kept_of_columns=kept,
             **options,
         )
-        is_mixing_checked = steps.split != "train" or steps.dp_rank > 0
+        is_mixing_due = steps.split == "train" and steps.dp_rank == 0
         with closing(engine):
             for consumed, batch in read(engine):
                 check()
                 yield consumed, batch, engine
                 del batch  # the caller alone decides when its memory is free
-                if not is_mixing_checked:  # the first batch does not wait for this
-                    is_mixing_checked = True
+                if is_mixing_due:  # here, for the first batch need not wait for it
+                    is_mixing_due = False
                     _warn_of_mixing(steps, first_sample)
 
 

@@ -18,6 +18,7 @@ import pytest
 import streammega
 from streammega.cli.main import main
 from streammega.convert.conversion import Conversion
+from streammega.kernels import jit
 from tests.support.builders import write_dataset, write_jsonl
 from tests.support.servers import S3
 
@@ -161,6 +162,15 @@ def test_what_kernels_need_is_loaded_when_the_data_is_open(tmp_path: Path) -> No
     """A child that is forked then waits for no import."""
     run(OPENED, NUMBA_CACHE_DIR=str(tmp_path))  # compiles
     assert run(OPENED, NUMBA_CACHE_DIR=str(tmp_path))[0] == [False, True, False, []]
+
+
+def test_what_cannot_be_loaded_ahead_is_left_to_the_first_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a numba that has moved it: no thread ends with a traceback."""
+    monkeypatch.setattr(jit, "ARRAY_MODULE", "numba.not_there")
+    with jit.loading_ahead():
+        pass
 
 
 def test_kernels_of_a_package_that_cannot_be_written_are_kept_for_the_user(tmp_path: Path) -> None:

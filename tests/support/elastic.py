@@ -88,17 +88,12 @@ def run(
     return Outcome(not error, error, *logged, said_last)
 
 
-def launch_agent(
-    folder: Path,
-    ranks: int,
-    program: Callable[[list[str]], int],
-    arguments: list[str],
-    environment: dict[str, str],
-) -> Family:
-    """The same in a fork, which may be signalled; at its end it writes what its ranks wrote to its
-    own log.
+def launch_agent(folder: Path, *job: Any) -> Family:
+    """`run` in a fork, which may be signalled; at its end it writes what its ranks wrote to its own log.
+
+    job: the arguments of `run` after the folder.
     """
-    return Family(folder, 1, _run_agent, folder, ranks, program, arguments, environment)
+    return Family(folder, 1, _run_agent, folder, *job)
 
 
 def _run_agent(_: int, folder: Path, *job: Any) -> None:

@@ -263,8 +263,8 @@ class FlowControl:
             self._halved_at = now
 
     def straggled(self, size_class: int) -> None:
-        """A further copy of a request was answered first. Where the first one was, it waited for a full
-        link or a core, and requests that go alone take more of both.
+        """A further copy of a request was answered before the first. A copy that is answered later tells
+        nothing: the first had waited for a full link or for a core, and going alone takes more of both.
         """
         if not self.latencies.is_near(size_class):
             self._alone = ALONE_AFTER_STRAGGLER
