@@ -49,7 +49,8 @@ def read_through(
         storage = replace(
             impatient(outages.storage_options(), transport, read_timeout=1.0),
             retry_timeout=timeout,
-            request_timeout=1.0 if kind == "drip" else 8.0,
+            # less than a drip lasts, more than a busy machine takes to open the data
+            request_timeout=2.0 if kind == "drip" else 8.0,
             memory_bytes=80_000,  # a fraction of the data, so that much is read during the outage
             cache_dir=cache if kind == "disk full" else None,
             cache_max_bytes=1 << 30 if kind == "disk full" else 0,
